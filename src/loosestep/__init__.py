@@ -1,0 +1,81 @@
+"""Data-parallel training that does not wait for the network.
+
+Choose what moves between workers, between whom, when and how, without rewriting the loop::
+
+    from loosestep import attach, post_local_sgd
+
+    with attach(model, optimizer, post_local_sgd(period=8)):
+        ...  # the loop as it was
+"""
+
+from loosestep.attach import Attached, attach
+from loosestep.averagers import (
+    HierarchicalModelAverager,
+    ModelAverager,
+    PeriodicModelAverager,
+    average_parameters,
+    average_parameters_or_parameter_groups,
+    get_params_to_average,
+)
+from loosestep.averaging import Averager, average_
+from loosestep.clock import Clock
+from loosestep.errors import (
+    LoosestepError,
+    LoosestepWarning,
+    NotAttachable,
+    PeerLost,
+    RankMismatch,
+)
+from loosestep.hooks.post_local_sgd import PostLocalSGDState, post_localSGD_hook
+from loosestep.optim.post_local_sgd import PostLocalSGDOptimizer
+from loosestep.policies import Buffers, Initial, OptimizerState
+from loosestep.recipes import Strategy, ddp, hierarchical_sgd, post_local_sgd
+from loosestep.schedule import Schedule, Sync, after, always, every, levels
+from loosestep.telemetry import JsonLines, Telemetry, TensorBoard
+from loosestep.topology import Topology
+from loosestep.wire import Cast, Mean, Native, Reducer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Attached",
+    "Averager",
+    "Buffers",
+    "Cast",
+    "Clock",
+    "HierarchicalModelAverager",
+    "Initial",
+    "JsonLines",
+    "LoosestepError",
+    "LoosestepWarning",
+    "Mean",
+    "ModelAverager",
+    "Native",
+    "NotAttachable",
+    "OptimizerState",
+    "PeerLost",
+    "PeriodicModelAverager",
+    "PostLocalSGDOptimizer",
+    "PostLocalSGDState",
+    "RankMismatch",
+    "Reducer",
+    "Schedule",
+    "Strategy",
+    "Sync",
+    "Telemetry",
+    "TensorBoard",
+    "Topology",
+    "after",
+    "always",
+    "attach",
+    "average_",
+    "average_parameters",
+    "average_parameters_or_parameter_groups",
+    "ddp",
+    "every",
+    "get_params_to_average",
+    "hierarchical_sgd",
+    "levels",
+    "post_localSGD_hook",
+    "post_local_sgd",
+]

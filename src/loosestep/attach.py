@@ -1,0 +1,344 @@
+"""One line that makes a training loop share what a strategy says.
+
+backward        the gradient adapter asks the schedule which level shares gradients
+optimizer.step  the user's line
+after it        the clock ticks, the schedule says which level averages, it averages
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from loosestep.averaging import Averager
+from loosestep.binding import Named, Statement, agree, same_shard, unique
+from loosestep.clock import Clock
+from loosestep.errors import NotAttachable
+from loosestep.groups import require_process_group
+from loosestep.hooks.ddp import DDPAdapter
+from loosestep.hooks.fsdp import FSDPAdapter, mesh_ranks
+from loosestep.hooks.gradients import GradientSharing
+from loosestep.hooks.plain import PlainAdapter
+from loosestep.peers import Peers
+from loosestep.policies import (
+    Buffers,
+    Initial,
+    OptimizerState,
+    buffers_of,
+    optimizer_state_of,
+    split_floats,
+)
+from loosestep.recipes import Strategy
+from loosestep.replicas import fingerprints
+from loosestep.scaling import ScalerWatch
+from loosestep.schedule import next_sync
+from loosestep.telemetry import Telemetry
+from loosestep.topology import Topology
+
+VERSION = 1
+
+
+class Adapter(Protocol):
+    """How a kind of module hands out its gradients."""
+
+    def broadcast_buffers(self, wanted: bool) -> None:
+        """Allow or forbid the framework's own broadcast of buffers."""
+
+    def close(self) -> None:
+        """Leave the module as it was."""
+
+
+def attach(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    telemetry: Telemetry | None = None,
+    timeout: float | None = None,
+) -> Attached:
+    """Make ``optimizer.step()`` share what ``strategy`` says; the loop stays as it is.
+
+    ``model`` is a plain module, a DDP module or an FSDP2 module, compiled or not. A GradScaler
+    that is used in the loop must be given. ``timeout`` bounds every wait, in seconds. This is a
+    collective call: all ranks make it, with the same arguments.
+
+    Example::
+
+        with attach(model, optimizer, post_local_sgd(period=8)) as run:
+            for inputs, labels in data:
+                optimizer.zero_grad()
+                loss_fn(model(inputs), labels).backward()
+                optimizer.step()
+            run.finalize()
+    """
+    require_process_group()
+    _check_arguments(model, optimizer, strategy)
+    return Attached(model, optimizer, strategy, scaler, telemetry or Telemetry(), timeout)
+
+
+class Attached:
+    """A model, an optimizer and a strategy on one clock."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        scaler: torch.amp.GradScaler | None,
+        telemetry: Telemetry,
+        timeout: float | None,
+    ) -> None:
+        self.model, self.optimizer, self.strategy = unwrap_compiled(model), optimizer, strategy
+        self.clock, self.telemetry = Clock(), telemetry
+        self.topology = _own_topology(strategy.topology, timeout)
+        _check_levels(strategy, self.topology)
+        self._averagers: dict[str, Averager] = {}
+        self._agree_at_start()
+        self._sharing = GradientSharing(
+            self.clock, strategy.schedule, self.topology.peers, telemetry
+        )
+        self._adapter = self._make_adapter()
+        self._step_hook = optimizer.register_step_post_hook(self._after_step)
+        self._scaler = None
+        if scaler is not None:
+            self._scaler = ScalerWatch(scaler, optimizer, self._gradient_peers, self._step_done)
+        self._follow_gradients()
+
+    # What users call.
+
+    def finalize(self) -> None:
+        """Average the steps since the last sync over the widest level that averages.
+
+        A rank that runs out of batches before the others calls it too: it keeps answering their
+        syncs with its own last parameters until all have come here. (Where gradients are shared
+        at every step there is nothing to answer with; give all ranks the same number of batches.)
+        """
+        if not self.strategy.schedule.parameter_levels():
+            return
+        step, level, done = self.clock.step, "", False
+        while not (done and level == self._widest):
+            upcoming = next_sync(self.strategy.schedule, step)
+            assert upcoming is not None, "the schedule has averaging levels"
+            step, level = upcoming
+            done = self._sync(level, step, final=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return clock and reducer state as plain data: no process groups, nothing to unpickle."""
+        return {
+            "version": VERSION,
+            "clock": self.clock.state_dict(),
+            "reducer": self.strategy.reducer.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where ``state_dict`` was taken, also in the middle of a period."""
+        if state_dict.get("version") != VERSION:
+            raise ValueError(
+                f"this state has version {state_dict.get('version')!r}, expected {VERSION}; "
+                "was it written by attach(...).state_dict()?"
+            )
+        self.clock.load_state_dict(state_dict["clock"])
+        self.strategy.reducer.load_state_dict(state_dict["reducer"])
+        self._follow_gradients()
+
+    def metrics(self) -> dict[str, dict[str, Any]]:
+        """Return bytes, seconds, syncs and drift since the start, by ``kind/level``."""
+        return self.telemetry.metrics()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Hold the average of all replicas inside the ``with`` block, for evaluation or saving.
+
+        Training is not disturbed: afterwards every rank has its own parameters again. Needs one
+        copy of the model, and all ranks must enter together.
+        """
+        named, counters = self._tensors()
+        kept = [(tensor, tensor.detach().clone()) for _, tensor in [*named, *counters]]
+        self._averager(self._widest).average(named, counters, step=self.clock.step)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, copy in kept:
+                    tensor.copy_(copy)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Keep gradients local inside the block: for all micro-batches but the last."""
+        if isinstance(self._adapter, PlainAdapter):
+            return self._adapter.no_sync()
+        if isinstance(self.model, DistributedDataParallel):
+            return self.model.no_sync()
+        return nullcontext()
+
+    def detach(self) -> None:
+        """Take every hook away and free the process groups; safe to call twice."""
+        if self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None  # type: ignore[assignment]
+            self._adapter.close()
+            if self._scaler is not None:
+                self._scaler.close()
+            self.topology.close()
+
+    def __enter__(self) -> Attached:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Detach."""
+        self.detach()
+
+    # What happens after a step.
+
+    def _after_step(self, *_: object) -> None:
+        if self._scaler is None or not self._scaler.stepping:
+            self._step_done()
+
+    def _step_done(self) -> None:
+        """Count the step and average if it is due."""
+        self._sharing.record(self.clock.step)
+        step = self.clock.tick()
+        level = self.strategy.schedule(step).parameters
+        if level is not None:
+            self._sync(level, step)
+        self._follow_gradients()
+
+    def _sync(self, level: str, step: int, *, final: bool = False) -> bool:
+        """Average over ``level``; return whether all its ranks have said that they are final."""
+        named, counters = self._tensors()
+        averager, began = self._averager(level), time.perf_counter()
+        agreed = averager.agree(named, counters, step=step, final=final)
+        done = all(header.final for header in agreed.headers)
+        if done and level != self._widest:
+            return True  # the widest level will average all of it anyway
+        traffic = averager.start(agreed).finish()
+        if self.strategy.buffers is Buffers.BROADCAST:
+            traffic.add(averager.broadcast(buffers_of(self.model)))
+        self.telemetry.synced(step, level, began, traffic)
+        if self.strategy.optimizer_state is OptimizerState.RESET:
+            for parameter in self._parameters():
+                self.optimizer.state.pop(parameter[1], None)
+        return done
+
+    def _follow_gradients(self) -> None:
+        """Let DDP broadcast buffers while gradients are shared by all, and not in local phases."""
+        level = self.strategy.schedule(self.clock.step).gradients
+        self._adapter.broadcast_buffers(
+            level is not None and self.topology.members(level) == self.topology.ranks
+        )
+
+    # What takes part.
+
+    @property
+    def _widest(self) -> str:
+        levels = self.strategy.schedule.parameter_levels() or {self.topology.widest}
+        return [name for name in self.topology.levels if name in levels][-1]
+
+    def _parameters(self) -> list[Named]:
+        return unique((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+
+    def _tensors(self) -> tuple[list[Named], list[Named]]:
+        """Return what is averaged and what takes the largest value."""
+        named = self._parameters()
+        counters: list[Named] = []
+        if self.strategy.buffers is Buffers.MEAN:
+            floats, counters = split_floats(buffers_of(self.model))
+            named = [*named, *floats]
+        if self.strategy.optimizer_state is OptimizerState.AVERAGE:
+            names = {parameter: name for name, parameter in self._parameters()}
+            shaped, steps = optimizer_state_of(self.optimizer, names)
+            named, counters = [*named, *shaped], [*counters, *steps]
+        return named, counters
+
+    def _averager(self, level: str) -> Averager:
+        if level not in self._averagers:
+            self._averagers[level] = Averager(
+                self.topology.peers(level),
+                reducer=self.strategy.reducer,
+                agreements=[self.strategy.describe(), self.topology.describe()],
+                subset=lambda ranks: self.topology.subset(level, ranks),
+            )
+        return self._averagers[level]
+
+    # What is settled at the start.
+
+    def _agree_at_start(self) -> None:
+        averager = self._averager(self.topology.widest)
+        averager.agree(self._parameters(), step=0)
+        everything = [*self._parameters(), *buffers_of(self.model)]
+        if self.strategy.initial is Initial.BROADCAST:
+            averager.broadcast(everything)
+        elif self.strategy.initial is Initial.REFUSE:
+            agree(averager.peers, Statement(tuple(fingerprints(everything))))
+
+    def _make_adapter(self) -> Adapter:
+        if isinstance(self.model, DistributedDataParallel):
+            return DDPAdapter(self.model, self._sharing)
+        if any(isinstance(part, FSDPModule) for part in self.model.modules()):
+            return FSDPAdapter(self.model, self._sharing, self._levels_beyond_mesh())
+        return PlainAdapter(self.model.parameters(), self._sharing)
+
+    def _levels_beyond_mesh(self) -> dict[str, Peers]:
+        """Return, for every gradient level wider than the shard mesh, who holds the same shard."""
+        mesh, key = mesh_ranks(self.model)
+        wider: dict[str, Peers] = {}
+        for level in sorted(self.strategy.schedule.gradient_levels()):
+            members = self.topology.members(level)
+            if not set(members) >= set(mesh):
+                raise NotAttachable(
+                    f"gradient level {level!r} (ranks {list(members)}) is narrower than the FSDP "
+                    f"mesh (ranks {list(mesh)}), over which FSDP reduces gradients in any case; "
+                    "choose a level that holds whole meshes"
+                )
+            if set(members) > set(mesh):
+                holders = same_shard(self.topology.peers(level), key)
+                wider[level] = self.topology.subset(level, holders)
+        return wider
+
+    def _gradient_peers(self) -> Peers | None:
+        level = self.strategy.schedule(self.clock.step).gradients
+        return None if level is None else self.topology.peers(level)
+
+
+def unwrap_compiled(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside ``torch.compile``'s wrapper: it holds the parameters."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _own_topology(topology: Topology | None, timeout: float | None) -> Topology:
+    """Return a topology whose process groups belong to this attachment alone."""
+    if topology is None:
+        return Topology.from_hosts(timeout=timeout)
+    return Topology(
+        topology.levels,
+        weights=topology.weights,
+        timeout=topology.timeout if timeout is None else timeout,
+    )
+
+
+def _check_arguments(model: object, optimizer: object, strategy: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
+    if not isinstance(strategy, Strategy):
+        raise TypeError(
+            f"strategy must be one such as post_local_sgd(period=8), got {type(strategy).__name__}"
+        )
+
+
+def _check_levels(strategy: Strategy, topology: Topology) -> None:
+    named = strategy.schedule.gradient_levels() | strategy.schedule.parameter_levels()
+    for level in sorted(named):
+        if level not in topology.levels:
+            raise ValueError(
+                f"the schedule names the level {level!r}, which the topology does not have; "
+                f"it has {list(topology.levels)}"
+            )

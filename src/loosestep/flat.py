@@ -1,0 +1,168 @@
+"""Many tensors as few flat buffers of bounded size: cut, group, pack, write back in place.
+
+The cut depends on shapes and dtypes only, never on strides or addresses, so that ranks agree on
+it even where one of them keeps a weight in channels_last or has re-pointed ``param.data``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+WINDOW_BYTES = 4 << 20  # larger: fewer messages; smaller: less memory, more overlap
+OWN_WINDOW_BYTES = 128 << 10  # a piece this large is worth a window without a copy
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one tensor, at most a window long, whose elements are consecutive."""
+
+    name: str
+    view: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Window:
+    """Pieces of one dtype and device that travel as one buffer."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements in all pieces."""
+        return sum(piece.view.numel() for piece in self.pieces)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of every piece."""
+        return self.pieces[0].view.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of every piece."""
+        return self.pieces[0].view.device
+
+    @property
+    def name(self) -> str:
+        """The first tensor's name, with the number of the others."""
+        more = len(self.pieces) - 1
+        return self.pieces[0].name + (f" and {more} more" if more else "")
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the tensor's own memory can serve as the buffer."""
+        return len(self.pieces) == 1 and self.pieces[0].view.is_contiguous()
+
+
+class Pool:
+    """Buffers that are allocated once and used again, so that their pages stay warm."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a flat buffer of ``numel`` elements with any content."""
+        room = _size_class(numel * dtype.itemsize)
+        free = self._free.get((device, room))
+        memory = free.pop() if free else torch.empty(room, dtype=torch.uint8, device=device)
+        return memory.view(dtype)[:numel]
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Take back a buffer that nobody uses any more."""
+        empty = torch.empty(0, dtype=torch.uint8, device=buffer.device)
+        memory = empty.set_(buffer.untyped_storage())
+        self._free.setdefault((buffer.device, memory.numel()), []).append(memory)
+
+    def clear(self) -> None:
+        """Free all buffers."""
+        self._free.clear()
+
+
+# One for the process: however many averagers there are, only one sync is under way.
+STAGING = Pool()
+
+
+def _size_class(size: int) -> int:
+    return 1 << max(10, (size - 1).bit_length())
+
+
+def windows(
+    tensors: Sequence[tuple[str, torch.Tensor]], window_bytes: int = WINDOW_BYTES
+) -> list[Window]:
+    """Cut named tensors into windows of at most ``window_bytes`` (at least one element each).
+
+    Large pieces get a window of their own, small ones share.
+
+    >>> cut = windows([("w", torch.zeros(3, 4)), ("b", torch.zeros(2))], window_bytes=32)
+    >>> [(window.name, window.numel) for window in cut]
+    [('w and 1 more', 6), ('w', 8)]
+    """
+    finished: list[Window] = []
+    open_pieces: dict[tuple[torch.dtype, torch.device], list[Piece]] = {}
+    for piece in _pieces(tensors, window_bytes):
+        kind = (piece.view.dtype, piece.view.device)
+        size = piece.view.numel() * piece.view.element_size()
+        if size >= min(OWN_WINDOW_BYTES, window_bytes):
+            finished.append(Window((piece,)))
+            continue
+        waiting = open_pieces.setdefault(kind, [])
+        if size + sum(p.view.numel() * p.view.element_size() for p in waiting) > window_bytes:
+            finished.append(Window(tuple(waiting)))
+            waiting.clear()
+        waiting.append(piece)
+    # The shared ones first: they need a copy in and out, which then overlaps with the rest.
+    return [Window(tuple(waiting)) for waiting in open_pieces.values() if waiting] + finished
+
+
+def pack(window: Window, staging: torch.Tensor) -> torch.Tensor:
+    """Copy the pieces into the front of ``staging`` and return that part as one flat buffer."""
+    buffer = staging[: window.numel]
+    for piece, part in zip(window.pieces, _parts(window, buffer), strict=True):
+        part.copy_(piece.view)
+    return buffer
+
+
+def unpack(window: Window, buffer: torch.Tensor) -> None:
+    """Write the flat buffer back into the pieces, in place, whatever their strides."""
+    for piece, part in zip(window.pieces, _parts(window, buffer), strict=True):
+        piece.view.copy_(part)
+
+
+def slices(numel: int, parts: int) -> list[tuple[int, int]]:
+    """Cut ``numel`` elements into ``parts`` ranges whose lengths differ by at most one.
+
+    >>> slices(5, 3)
+    [(0, 1), (1, 3), (3, 5)]
+    """
+    return [(numel * i // parts, numel * (i + 1) // parts) for i in range(parts)]
+
+
+def _parts(window: Window, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+    start = 0
+    for piece in window.pieces:
+        yield buffer[start : start + piece.view.numel()].view(piece.view.shape)
+        start += piece.view.numel()
+
+
+def _pieces(tensors: Sequence[tuple[str, torch.Tensor]], window_bytes: int) -> Iterator[Piece]:
+    for name, tensor in tensors:
+        limit = max(1, window_bytes // tensor.element_size())
+        for view in _split(tensor, limit):
+            yield Piece(name, view)
+
+
+def _split(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
+    """Yield views of at most ``limit`` elements that follow each other in logical order."""
+    if tensor.numel() == 0:
+        return
+    if tensor.numel() <= limit:
+        yield tensor
+        return
+    row = tensor.numel() // tensor.shape[0]
+    if row <= limit:
+        yield from torch.split(tensor, limit // row)
+        return
+    for part in tensor.unbind(0):
+        yield from _split(part, limit)

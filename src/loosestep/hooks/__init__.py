@@ -1,0 +1,1 @@
+"""Sharing gradients while backward runs."""

@@ -1,0 +1,73 @@
+"""Gradients of a DistributedDataParallel module: one hook for the life of the module."""
+
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from loosestep.errors import NotAttachable
+from loosestep.hooks.gradients import GradientSharing, finished, mean_future
+
+
+class Dispatcher:
+    """The hook that DDP is given once; what it does can change."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group = process_group
+        self.sharing: GradientSharing | None = None  # None: DDP's plain all-reduce
+
+    def __call__(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Share one bucket as the current strategy says."""
+        if self.sharing is None:
+            return mean_future(bucket.buffer(), self.process_group)
+        level = self.sharing.level
+        if level is None:
+            return finished(bucket.buffer())
+        return self.sharing.share(bucket.buffer(), self.sharing.peers(level))
+
+
+def dispatch(dispatcher: Dispatcher, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Call the dispatcher (DDP wants a function with a state)."""
+    return dispatcher(bucket)
+
+
+_dispatchers: weakref.WeakKeyDictionary[DistributedDataParallel, Dispatcher] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class DDPAdapter:
+    """Connects a DDP module: its gradients, and its broadcast of buffers."""
+
+    def __init__(self, module: DistributedDataParallel, sharing: GradientSharing) -> None:
+        self._module = module
+        self._dispatcher = _dispatcher(module)
+        if self._dispatcher.sharing is not None:
+            raise NotAttachable("this DDP module is attached already; detach() it first")
+        self._dispatcher.sharing = sharing
+        self._broadcasts = module.forward_sync_buffers
+
+    def broadcast_buffers(self, wanted: bool) -> None:
+        """Let DDP broadcast buffers at every forward, or not; never more than it did before."""
+        self._module.forward_sync_buffers = self._broadcasts and wanted
+
+    def close(self) -> None:
+        """Turn the hook into the plain all-reduce: DDP keeps it for life."""
+        self._dispatcher.sharing = None
+        self._module.forward_sync_buffers = self._broadcasts
+
+
+def _dispatcher(module: DistributedDataParallel) -> Dispatcher:
+    if module not in _dispatchers:
+        dispatcher = Dispatcher(module.process_group)
+        try:
+            module.register_comm_hook(dispatcher, dispatch)
+        except RuntimeError as error:
+            raise NotAttachable(
+                "this DDP module has a communication hook already, and DDP takes one for life: "
+                f"wrap the model anew without it ({error})"
+            ) from None
+        _dispatchers[module] = dispatcher
+    return _dispatchers[module]

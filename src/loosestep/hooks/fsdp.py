@@ -1,0 +1,48 @@
+"""Gradients of an FSDP2 module: FSDP reduces inside the shard mesh, we go on between meshes."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from loosestep.binding import shard_key
+from loosestep.errors import NotAttachable
+from loosestep.hooks.gradients import GradientSharing
+from loosestep.peers import Peers
+
+
+class FSDPAdapter:
+    """Connects an FSDP2 module through its all-reduce hook.
+
+    ``wider`` gives, for every level beyond the shard mesh, the ranks that hold the same shard.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, sharing: GradientSharing, wider: dict[str, Peers]
+    ) -> None:
+        self._sharing, self._wider, self._active = sharing, wider, True
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_all_reduce_hook(self._share)
+
+    def broadcast_buffers(self, wanted: bool) -> None:
+        """Do nothing: FSDP broadcasts no buffers."""
+
+    def close(self) -> None:
+        """Leave the gradients to FSDP alone; its hook cannot be taken back, only silenced."""
+        self._active = False
+
+    def _share(self, reduced: torch.Tensor) -> None:
+        level = self._sharing.level if self._active else None
+        if level in self._wider:
+            self._sharing.share(reduced, self._wider[level]).wait()
+
+
+def mesh_ranks(module: torch.nn.Module) -> tuple[tuple[int, ...], str]:
+    """Return the ranks that share the module's shards with this one, and this rank's shard."""
+    for parameter in module.parameters():
+        key = shard_key(parameter)
+        if key:
+            mesh = parameter.device_mesh  # type: ignore[attr-defined]
+            return tuple(sorted(mesh.mesh.flatten().tolist())), key
+    raise NotAttachable("this FSDP module has no sharded parameter; was fully_shard called?")

@@ -1,0 +1,96 @@
+"""Which level shares gradients now, and the one way of doing it.
+
+The three adapters (``ddp``, ``plain``, ``fsdp``) know how a framework hands out gradients; this
+file knows nothing of frameworks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from loosestep.clock import Clock
+from loosestep.peers import Peers
+from loosestep.schedule import Schedule
+from loosestep.telemetry import SyncRecord, Telemetry
+from loosestep.wire import Native
+
+
+def finished(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return a future that is done: the gradients stay local."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
+
+def mean_future(
+    buffer: torch.Tensor, group: dist.ProcessGroup | None, share: float | None = None
+) -> torch.futures.Future[torch.Tensor]:
+    """Launch the mean of ``buffer`` over ``group``, in place, without waiting.
+
+    ``share`` is this rank's weight, all ranks' adding up to 1. Scaling comes first, as in DDP, so
+    that sharing with the world gives DDP's gradients to the bit.
+    """
+    size = dist.get_world_size(group)
+    if size == 1:
+        return finished(buffer)
+    if share is None:
+        buffer.div_(size)
+    else:
+        buffer.mul_(share)
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    assert work is not None
+    future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+@dataclass
+class GradientSharing:
+    """Shares gradient buffers over the level that the schedule names for this step."""
+
+    clock: Clock
+    schedule: Schedule
+    peers: Callable[[str], Peers]
+    telemetry: Telemetry
+    active: bool = True
+    _bytes: int = 0
+    _began: float = field(default=0.0)
+    _ended: float = field(default=0.0)
+
+    @property
+    def level(self) -> str | None:
+        """The level that shares gradients at this step; None: they stay local."""
+        return self.schedule(self.clock.step).gradients
+
+    def share(self, buffer: torch.Tensor, peers: Peers) -> torch.futures.Future[torch.Tensor]:
+        """Launch the mean of a buffer and count it."""
+        if peers.size == 1:
+            return finished(buffer)
+        self._began = self._began or time.perf_counter()
+        self._bytes += Native().bytes_on_wire(buffer.numel(), buffer.dtype, peers.size)
+        future = mean_future(buffer, peers.process_group, _share(peers))
+        return future.then(self._done)
+
+    def _done(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        self._ended = time.perf_counter()
+        return future.value()
+
+    def record(self, step: int) -> None:
+        """Hand what was shared since the last call to telemetry."""
+        level = self.schedule(step).gradients
+        if self._bytes and level is not None:
+            seconds = max(0.0, self._ended - self._began)
+            self.telemetry.record(
+                SyncRecord(step, level, "gradients", seconds, self._bytes, 0, drift=None)
+            )
+        self._bytes, self._began = 0, 0.0
+
+
+def _share(peers: Peers) -> float | None:
+    if peers.weights is None:
+        return None
+    return peers.weights[peers.group_rank] / sum(peers.weights)

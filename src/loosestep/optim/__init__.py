@@ -1,0 +1,1 @@
+"""Optimizers that share state between ranks."""

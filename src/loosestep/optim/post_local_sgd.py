@@ -1,0 +1,149 @@
+"""An optimizer that averages after its step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, overload
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from loosestep.averagers import ModelAverager
+
+
+class PostLocalSGDOptimizer(torch.optim.Optimizer):
+    """Step the wrapped optimizer, then let the averager average if it is due.
+
+    It is a full ``torch.optim.Optimizer``: closures, step and state_dict hooks, LR schedulers,
+    GradScaler, deepcopy and pickle work, and ``state``, ``defaults`` and ``param_groups`` are the
+    wrapped optimizer's own. A step that a GradScaler skips still counts, on this rank as on the
+    others, so counters cannot part.
+
+    Example::
+
+        optimizer = PostLocalSGDOptimizer(
+            optim=torch.optim.SGD(model.parameters(), lr=0.01),
+            averager=PeriodicModelAverager(period=4, warmup_steps=100),
+        )
+    """
+
+    optim: torch.optim.Optimizer
+    averager: ModelAverager
+
+    # A GradScaler then always calls step() and leaves skipping to us.
+    _step_supports_amp_scaling = True
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
+        if not isinstance(optim, torch.optim.Optimizer):
+            raise TypeError(f"optim must be a torch.optim.Optimizer, got {type(optim).__name__}")
+        if not isinstance(averager, ModelAverager):
+            raise TypeError(f"averager must be a ModelAverager, got {type(averager).__name__}")
+        # Not Optimizer.__init__: it would build groups and state of its own beside optim's.
+        self.__setstate__({"optim": optim, "averager": averager})
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's state."""
+        return self.optim.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's groups, also after they were loaded or added to."""
+        return self.optim.param_groups
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's defaults, which some LR schedulers look at."""
+        return self.optim.defaults
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step, average if due, and return what the closure returned."""
+        loss = self._inner_step(closure)
+        self.averager.average_parameters(self.param_groups)
+        return loss
+
+    def finalize(self) -> None:
+        """Average the steps since the last average; call it once after training."""
+        self.averager.finalize(self.param_groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state and the averager's step."""
+        return {**self.optim.state_dict(), "step": self.averager.step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned; without a ``step`` the averager starts at 0."""
+        rest = {key: value for key, value in state_dict.items() if key != "step"}
+        self.optim.load_state_dict(rest)
+        if "step" not in state_dict:
+            warnings.warn(
+                "Loaded state dict does not contain a step counter for an averager. "
+                "Setting step counter to 0.",
+                stacklevel=2,
+            )
+        self.averager.step = state_dict.get("step", 0)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the wrapped optimizer's gradients."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer; it takes part from the next average on."""
+        self.optim.add_param_group(param_group)
+
+    def register_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Register with the wrapped optimizer, whose state it is."""
+        return self.optim.register_state_dict_pre_hook(*args, **kwargs)
+
+    def register_state_dict_post_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Register with the wrapped optimizer, whose state it is."""
+        return self.optim.register_state_dict_post_hook(*args, **kwargs)
+
+    def register_load_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Register with the wrapped optimizer, whose state it is."""
+        return self.optim.register_load_state_dict_pre_hook(*args, **kwargs)
+
+    def register_load_state_dict_post_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Register with the wrapped optimizer, whose state it is."""
+        return self.optim.register_load_state_dict_post_hook(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return repr(self.optim)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles are made of."""
+        return {"optim": self.optim, "averager": self.averager}
+
+    def _inner_step(self, closure: Callable[[], float] | None) -> float | None:
+        scale = getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
+            return self.optim.step(closure) if closure is not None else self.optim.step()
+        if getattr(self.optim, "_step_supports_amp_scaling", False):
+            self._fused_step(scale, found_inf)
+            return None
+        if found_inf.item():
+            return None
+        if scale is not None:
+            self._unscale(scale)
+        self.optim.step()
+        return None
+
+    def _fused_step(self, scale: torch.Tensor | None, found_inf: torch.Tensor) -> None:
+        """Hand the scaler's numbers on to an optimizer that skips and unscales by itself."""
+        self.optim.grad_scale, self.optim.found_inf = scale, found_inf
+        try:
+            self.optim.step()
+        finally:
+            del self.optim.grad_scale, self.optim.found_inf
+
+    @torch.no_grad()
+    def _unscale(self, scale: torch.Tensor) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(scale.to(parameter.grad.device))

@@ -1,0 +1,230 @@
+"""A process group seen from one of its ranks, where every wait ends and names who was missing.
+
+Everything here is point to point. A collective can only report that "it" failed; a message
+between two ranks knows whose message did not come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from loosestep.errors import PeerLost
+
+# User code rarely uses tags up here, so a group that the user handed to us can be shared.
+_FIRST_TAG = 1 << 24
+_tags: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+_broken: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What is going on, for the error text: the verb, the tensor and the step."""
+
+    verb: str
+    tensor: str = ""
+    step: int | None = None
+
+    def __str__(self) -> str:
+        """Read as half a sentence: ``averaging 'fc.weight' at step 12``."""
+        tensor = f" {self.tensor!r}" if self.tensor else ""
+        return self.verb + tensor + ("" if self.step is None else f" at step {self.step}")
+
+
+@dataclass(frozen=True)
+class Message:
+    """A tensor on its way to or from a member of the group."""
+
+    tensor: torch.Tensor
+    peer: int  # the other side's group rank
+    outgoing: bool
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks of one process group, and messages between them.
+
+    ``group_rank`` counts inside the group, ``global_ranks[group_rank]`` in the job.
+    """
+
+    process_group: dist.ProcessGroup | None  # None: a group of one, which needs no messages
+    global_ranks: tuple[int, ...]
+    group_rank: int
+    level: str = "group"
+    weights: tuple[float, ...] | None = None  # one a member; None: all count the same
+    timeout: float | None = None  # seconds; None: the process group's own
+    phase: Phase = field(default=Phase("talking"))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        return len(self.global_ranks)
+
+    @property
+    def others(self) -> list[int]:
+        """The other members' group ranks, each rank starting at its right-hand neighbour."""
+        return [(self.group_rank + i) % self.size for i in range(1, self.size)]
+
+    def next_tags(self, count: int) -> int:
+        """Reserve ``count`` message tags, the same ones on every member, and return the first."""
+        counter = _tags.setdefault(self._group, itertools.count(_FIRST_TAG))
+        first = next(counter)
+        for _ in range(count - 1):
+            next(counter)
+        return first
+
+    def post(self, messages: Sequence[Message], tag: int) -> list[Transfer]:
+        """Launch messages that go together and return what is to be waited for."""
+        if (text := _broken.get(self._group)) is not None:
+            raise PeerLost(f"this process group failed before and cannot go on: {text}")
+        if messages and messages[0].tensor.device.type != "cpu":
+            return self._post_batch(messages, tag)
+        return [self._launch(message, tag) for message in messages]
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Hand ``payload`` to every member and return all payloads by group rank."""
+        if self.size == 1:
+            return [payload]
+        sizes = self._exchange_equal(len(payload).to_bytes(8, "little"), [8] * self.size)
+        return self._exchange_equal(payload, [int.from_bytes(size, "little") for size in sizes])
+
+    def exchange_fixed(self, payload: bytes) -> list[bytes]:
+        """Like ``exchange``, for payloads of one length on all members: one message fewer."""
+        return self._exchange_equal(payload, [len(payload)] * self.size)
+
+    def during(self, phase: Phase) -> Peers:
+        """Return the same peers, with ``phase`` for what their errors say."""
+        return replace(self, phase=phase)
+
+    def lost(self, peer: int, reason: str) -> PeerLost:
+        """Return the error for a peer that did not answer, and close the group to later calls."""
+        suspects = _follow_blame(self, peer)
+        names = ", ".join(str(rank) for rank in suspects)
+        text = (
+            f"rank {self.global_ranks[self.group_rank]}: lost rank {names} while {self.phase} "
+            f"on level {self.level!r} (ranks {list(self.global_ranks)}): {reason}. "
+            "Parameters may be partly averaged: restart from a checkpoint"
+        )
+        _broken[self._group] = text
+        return PeerLost(text, ranks=suspects, phase=str(self.phase))
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        assert self.process_group is not None, "a group of one sends no messages"
+        return self.process_group
+
+    def _launch(self, message: Message, tag: int) -> Transfer:
+        # The backend's own verbs: torch.distributed.isend adds checks that cost more than it does.
+        verb = self._group.send if message.outgoing else self._group.recv
+        reason = ""
+        try:
+            work = verb([message.tensor], message.peer, tag)
+        except RuntimeError as error:
+            reason = _one_line(error)
+        # Outside the except block: a kept traceback would keep the group's sockets open.
+        if reason:
+            raise self.lost(message.peer, reason)
+        return Transfer(work, self, message.peer)
+
+    def _post_batch(self, messages: Sequence[Message], tag: int) -> list[Transfer]:
+        # NCCL needs sends and receives in one batch, else two ranks may both receive first.
+        operations = [
+            dist.P2POp(
+                dist.isend if message.outgoing else dist.irecv,
+                message.tensor,
+                group=self._group,
+                tag=tag,
+                group_peer=message.peer,
+            )
+            for message in messages
+        ]
+        works = dist.batch_isend_irecv(operations)
+        return [Transfer(work, self, m.peer) for work, m in zip(works, messages, strict=False)]
+
+    def _exchange_equal(self, payload: bytes, lengths: Sequence[int]) -> list[bytes]:
+        if self.size == 1:
+            return [payload]
+        tag = self.next_tags(1)
+        device = self._message_device()
+        inbox = {p: torch.zeros(lengths[p], dtype=torch.uint8, device=device) for p in self.others}
+        outbox = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+        messages = [Message(inbox[p], p, outgoing=False) for p in self.others if lengths[p]]
+        messages += [Message(outbox, p, outgoing=True) for p in self.others if payload]
+        for transfer in self.post(messages, tag):
+            transfer.wait()
+        inbox[self.group_rank] = outbox
+        return [bytes(inbox[p].tolist()) for p in range(self.size)]
+
+    def _message_device(self) -> torch.device:
+        kinds = {device.type for device in self._group._device_types}
+        if "cpu" in kinds:
+            return torch.device("cpu")
+        return torch.device(kinds.pop(), torch.accelerator.current_device_index())
+
+
+@dataclass
+class Transfer:
+    """One message under way."""
+
+    work: dist.Work
+    peers: Peers
+    peer: int
+
+    def wait(self) -> None:
+        """Return when the message is through, or raise ``PeerLost`` naming the peer."""
+        reason = ""
+        timeout = self.peers.timeout
+        try:
+            if timeout is None:
+                self.work.wait()
+            else:
+                self.work.wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            reason = _one_line(error)
+        if reason:
+            raise self.peers.lost(self.peer, reason)
+
+
+def _one_line(error: RuntimeError) -> str:
+    text = str(error).splitlines()[0] if str(error) else "no reason given"
+    return text.split("] ", 1)[-1].rstrip(".")
+
+
+def _follow_blame(peers: Peers, peer: int) -> tuple[int, ...]:
+    """Return the ranks to blame: whom I miss, or whom that rank missed when it gave up.
+
+    A rank that gives up closes its sockets, and a neighbour that waits for it would blame the
+    messenger. So whoever gives up first leaves a note in the store.
+    """
+    me, suspect = peers.global_ranks[peers.group_rank], peers.global_ranks[peer]
+    # A store that is gone too must not hide the error at hand.
+    with contextlib.suppress(RuntimeError, ValueError, dist.DistError):
+        store = dist.distributed_c10d._get_default_store()
+        prefix = f"loosestep/lost/{peers._group.group_name}"
+        seen = {me}
+        while suspect not in seen and store.check([f"{prefix}/{suspect}"]):
+            seen.add(suspect)
+            suspect = int(store.get(f"{prefix}/{suspect}"))
+        if suspect == me:
+            suspect = peers.global_ranks[peer]
+        store.set(f"{prefix}/{me}", str(suspect))
+    return (suspect,)
+
+
+def peers_of(
+    group: dist.ProcessGroup,
+    *,
+    level: str = "group",
+    weights: tuple[float, ...] | None = None,
+    timeout: float | None = None,
+) -> Peers:
+    """Return this rank's view of ``group``."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Peers(group, ranks, dist.get_group_rank(group, dist.get_rank()), level, weights, timeout)

@@ -1,0 +1,81 @@
+"""What happens to buffers and to optimizer state when parameters are averaged."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+
+
+class Buffers(enum.Enum):
+    """What a sync does to a module's buffers (BatchNorm statistics and the like)."""
+
+    MEAN = "mean"  # floats are averaged, counters take the largest value
+    BROADCAST = "broadcast"  # all take those of the group's first rank
+    LOCAL = "local"  # every rank keeps its own
+
+
+class OptimizerState(enum.Enum):
+    """What a sync does to the inner optimizer's state (momentum and the like)."""
+
+    KEEP = "keep"  # every rank keeps its own
+    AVERAGE = "average"  # floats are averaged with the parameters, counters take the largest value
+    RESET = "reset"  # dropped, so that the optimizer starts afresh
+
+
+class Initial(enum.Enum):
+    """What happens when replicas differ at the start."""
+
+    BROADCAST = "broadcast"  # all take the first rank's parameters and buffers
+    REFUSE = "refuse"  # an error that names the first tensor that differs
+    IGNORE = "ignore"  # start from different points, on purpose
+
+
+Choice = TypeVar("Choice", bound=enum.Enum)
+
+
+def choose(kind: type[Choice], value: Choice | str) -> Choice:
+    """Return the member of ``kind`` that ``value`` names, or raise with all names.
+
+    >>> choose(Buffers, "mean")
+    <Buffers.MEAN: 'mean'>
+    """
+    try:
+        return kind(value)
+    except ValueError:
+        names = ", ".join(repr(member.value) for member in kind)
+        raise ValueError(f"{kind.__name__} must be one of {names}; got {value!r}") from None
+
+
+Named = tuple[str, torch.Tensor]
+
+
+def split_floats(named: Iterable[Named]) -> tuple[list[Named], list[Named]]:
+    """Return the tensors that have a mean, and the counters and masks, which have a largest."""
+    floats: list[Named] = []
+    counters: list[Named] = []
+    for name, tensor in named:
+        has_mean = tensor.is_floating_point() or tensor.is_complex()
+        (floats if has_mean else counters).append((name, tensor))
+    return floats, counters
+
+
+def buffers_of(module: torch.nn.Module) -> list[Named]:
+    """Return the module's buffers by name, also those that are not saved."""
+    return [(f"buffer {name}", buffer) for name, buffer in module.named_buffers()]
+
+
+def optimizer_state_of(
+    optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]
+) -> tuple[list[Named], list[Named]]:
+    """Return the state tensors shaped like their parameter, and the counters beside them."""
+    shaped: list[Named] = []
+    counters: list[Named] = []
+    for parameter, name in names.items():
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, torch.Tensor):
+                kind = counters if value.ndim == 0 else shaped
+                kind.append((f"state {name}.{key}", value))
+    return shaped, counters

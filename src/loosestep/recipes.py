@@ -1,0 +1,117 @@
+"""Strategies: what is shared, between whom, when and how; and the named ones.
+
+A recipe is a short function that puts parts together. To make your own, put together other parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from loosestep.policies import Buffers, Initial, OptimizerState, choose
+from loosestep.schedule import Schedule, after, always, every, levels
+from loosestep.topology import Topology
+from loosestep.wire import Mean, Reducer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """Everything that ``attach`` needs to know.
+
+    Example::
+
+        Strategy(schedule=after(100, levels({"host": 4, "world": 32})), buffers="broadcast")
+    """
+
+    schedule: Schedule  # when, and on which level
+    topology: Topology | None = None  # between whom; None: the levels host and world
+    reducer: Reducer = field(default_factory=Mean)  # how parameters are averaged
+    buffers: Buffers | str = Buffers.MEAN  # what a sync does to BatchNorm statistics and the like
+    optimizer_state: OptimizerState | str = OptimizerState.KEEP  # and to momentum and the like
+    initial: Initial | str = Initial.BROADCAST  # what if replicas differ at the start
+
+    def __post_init__(self) -> None:
+        """Turn names into policies and refuse what is none."""
+        if not callable(self.schedule) or not hasattr(self.schedule, "parameter_levels"):
+            raise TypeError(
+                f"schedule must be one such as every(8), got {self.schedule!r}; see "
+                "loosestep.schedule"
+            )
+        if not isinstance(self.reducer, Reducer):
+            raise TypeError(f"reducer must be one such as Mean(), got {self.reducer!r}")
+        object.__setattr__(self, "buffers", choose(Buffers, self.buffers))
+        object.__setattr__(self, "optimizer_state", choose(OptimizerState, self.optimizer_state))
+        object.__setattr__(self, "initial", choose(Initial, self.initial))
+
+    def describe(self) -> str:
+        """Return the strategy as one line, to be compared across ranks."""
+        policies = (self.buffers, self.optimizer_state, self.initial)
+        return f"{self.schedule} {self.reducer} {' '.join(str(policy) for policy in policies)}"
+
+
+def ddp(*, topology: Topology | None = None) -> Strategy:
+    """Share gradients with the world at every step: plain data parallelism.
+
+    >>> ddp().schedule(7)
+    Sync(gradients='world', parameters=None)
+    """
+    return Strategy(schedule=always(gradients=_widest(topology)), topology=topology)
+
+
+def post_local_sgd(
+    period: int = 4,
+    *,
+    warmup_steps: int = 100,
+    gradients: str | None = "host",
+    topology: Topology | None = None,
+    reducer: Reducer | None = None,
+) -> Strategy:
+    """Train like DDP for ``warmup_steps``, then average parameters every ``period`` steps.
+
+    In between gradients are shared on the level ``gradients`` only (None: not at all).
+    Post-local SGD, https://arxiv.org/abs/1808.07217.
+
+    >>> schedule = post_local_sgd(4, warmup_steps=2).schedule
+    >>> schedule(1).gradients, schedule(2).gradients, schedule(6).parameters
+    ('world', 'host', 'world')
+    """
+    world = _widest(topology)
+    local = every(period, world, gradients=gradients)
+    return Strategy(
+        schedule=after(warmup_steps, local, always(gradients=world)),
+        topology=topology,
+        reducer=Mean() if reducer is None else reducer,
+    )
+
+
+def hierarchical_sgd(
+    periods: Mapping[str, int],
+    *,
+    warmup_steps: int = 0,
+    gradients: str | None = None,
+    topology: Topology | None = None,
+    reducer: Reducer | None = None,
+) -> Strategy:
+    """Average narrow levels often and wide ones seldom: ``{"host": 4, "world": 32}``.
+
+    Hierarchical SGD, https://arxiv.org/abs/2010.12998.
+
+    >>> schedule = hierarchical_sgd({"host": 4, "world": 8}).schedule
+    >>> [schedule(step).parameters for step in (3, 4, 8)]
+    [None, 'host', 'world']
+    """
+    world = _widest(topology)
+    return Strategy(
+        schedule=after(warmup_steps, levels(periods, gradients=gradients), always(gradients=world)),
+        topology=topology,
+        reducer=Mean() if reducer is None else reducer,
+    )
+
+
+RECIPES: dict[str, Callable[..., Strategy]] = {
+    recipe.__name__: recipe for recipe in (ddp, post_local_sgd, hierarchical_sgd)
+}
+
+
+def _widest(topology: Topology | None) -> str:
+    return "world" if topology is None else topology.widest

@@ -1,0 +1,181 @@
+"""When to share what: a schedule is a function from a step to a ``Sync``.
+
+``schedule(step)`` is asked twice for every optimizer step, ``step`` being the number of steps
+finished by then: during backward for the level that shares gradients, and after the step for
+the level that averages parameters.
+
+>>> plan = after(100, levels({"host": 4, "world": 32}))
+>>> plan(99)
+Sync(gradients='world', parameters=None)
+>>> plan(100 + 4), plan(100 + 64)
+(Sync(gradients=None, parameters='host'), Sync(gradients=None, parameters='world'))
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Sync:
+    """What is due at a step: the level that shares gradients and the one that averages."""
+
+    gradients: str | None = None
+    parameters: str | None = None
+
+
+class Schedule(Protocol):
+    """A pure function of the step that can say which levels it may name."""
+
+    def __call__(self, step: int) -> Sync:
+        """Return what is due once ``step`` optimizer steps are finished."""
+
+    def gradient_levels(self) -> frozenset[str]:
+        """Return every level that may share gradients."""
+
+    def parameter_levels(self) -> frozenset[str]:
+        """Return every level that may average parameters."""
+
+
+@dataclass(frozen=True)
+class Always:
+    """The same at every step."""
+
+    sync: Sync
+
+    def __call__(self, step: int) -> Sync:
+        """Return the one answer."""
+        return self.sync
+
+    def gradient_levels(self) -> frozenset[str]:
+        """Return the one level that shares gradients, if any."""
+        return _named(self.sync.gradients)
+
+    def parameter_levels(self) -> frozenset[str]:
+        """Return the one level that averages, if any."""
+        return _named(self.sync.parameters)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Several periods, each for its level; at a step only the widest due level averages."""
+
+    periods: tuple[tuple[str, int], ...]  # (level, period), narrow to wide
+    gradients: str | None = None
+
+    def __call__(self, step: int) -> Sync:
+        """Return the widest level whose period divides ``step``; step 0 is never due."""
+        due = [name for name, period in self.periods if step > 0 and step % period == 0]
+        return Sync(self.gradients, due[-1] if due else None)
+
+    def gradient_levels(self) -> frozenset[str]:
+        """Return the level that shares gradients between averages, if any."""
+        return _named(self.gradients)
+
+    def parameter_levels(self) -> frozenset[str]:
+        """Return all levels of the hierarchy."""
+        return _named(*(name for name, _ in self.periods))
+
+
+@dataclass(frozen=True)
+class After:
+    """One schedule before ``start``, another, counted from there, afterwards."""
+
+    start: int
+    then: Schedule
+    before: Schedule
+
+    def __call__(self, step: int) -> Sync:
+        """Hand the step to the half that it falls into."""
+        return self.before(step) if step < self.start else self.then(step - self.start)
+
+    def gradient_levels(self) -> frozenset[str]:
+        """Return the levels that either half shares gradients with."""
+        return self.then.gradient_levels() | self.before.gradient_levels()
+
+    def parameter_levels(self) -> frozenset[str]:
+        """Return the levels that either half averages over."""
+        return self.then.parameter_levels() | self.before.parameter_levels()
+
+
+def every(period: int, level: str = "world", *, gradients: str | None = None) -> Levels:
+    """Average parameters over ``level`` after every ``period`` steps.
+
+    >>> [step for step in range(10) if every(4)(step).parameters]
+    [4, 8]
+    """
+    return levels({level: period}, gradients=gradients)
+
+
+def levels(periods: Mapping[str, int], *, gradients: str | None = None) -> Levels:
+    """Average over several levels, named from narrow to wide, each with its period.
+
+    The update is that of hierarchical SGD (https://arxiv.org/abs/2010.12998): when several
+    levels are due at once only the widest averages, since it contains the others.
+    """
+    pairs = tuple(periods.items())
+    if not pairs:
+        raise ValueError("levels must not be empty; give for example {'world': 8}")
+    for name, period in pairs:
+        _check_period(name, period)
+    for (narrow, short), (wide, long) in itertools.pairwise(pairs):
+        if long < short:
+            raise ValueError(
+                f"periods must not fall from narrow to wide levels: {narrow!r} has {short}, "
+                f"{wide!r} has {long}, so {narrow!r} would seldom or never average; "
+                f"name the narrow level first or give {wide!r} a period >= {short}"
+            )
+    return Levels(pairs, gradients)
+
+
+def always(*, gradients: str | None = None, parameters: str | None = None) -> Always:
+    """Do the same at every step.
+
+    >>> always(gradients="world")(7)
+    Sync(gradients='world', parameters=None)
+    """
+    return Always(Sync(gradients, parameters))
+
+
+def after(start: int, then: Schedule, before: Schedule | None = None) -> After:
+    """Follow ``before`` for ``start`` steps, then ``then``, counted from there.
+
+    ``before`` defaults to sharing gradients with the world, the warm-up of post-local SGD.
+
+    >>> after(2, every(2))(4).parameters
+    'world'
+    """
+    if not _is_whole(start) or start < 0:
+        raise ValueError(f"start must be a whole number >= 0, got {start!r}")
+    return After(start, then, always(gradients="world") if before is None else before)
+
+
+def next_sync(schedule: Schedule, step: int, horizon: int = 1_000_000) -> tuple[int, str] | None:
+    """Return the first step after ``step`` at which parameters are averaged, and the level.
+
+    >>> next_sync(every(8), 3)
+    (8, 'world')
+    """
+    if not schedule.parameter_levels():
+        return None
+    for later in range(step + 1, step + 1 + horizon):
+        level = schedule(later).parameters
+        if level is not None:
+            return later, level
+    return None
+
+
+def _check_period(name: str, period: object) -> None:
+    if not _is_whole(period) or int(period) < 1:  # type: ignore[call-overload]
+        raise ValueError(f"the period of {name!r} must be a whole number >= 1, got {period!r}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _named(*levels: str | None) -> frozenset[str]:
+    return frozenset(level for level in levels if level is not None)

@@ -1,0 +1,103 @@
+"""Counting: one record a sync, one total a level."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from loosestep.telemetry.sinks import Sink
+from loosestep.wire import Traffic
+
+
+@dataclass(frozen=True)
+class SyncRecord:
+    """One sync, as one rank saw it."""
+
+    step: int
+    level: str
+    kind: str  # "parameters" or "gradients"
+    seconds: float  # from the first byte to the last, waiting for slower ranks included
+    bytes_sent: int  # handed to the network by this rank
+    bytes_copied: int  # read by neighbours straight from this rank's memory
+    drift: float | None  # rms distance of the replicas from their mean / rms of the mean
+
+
+@dataclass
+class LevelTotals:
+    """Everything that one level did since the start."""
+
+    syncs: int = 0
+    seconds: float = 0.0
+    bytes_sent: int = 0
+    bytes_copied: int = 0
+    last_drift: float | None = None
+
+    def add(self, record: SyncRecord) -> None:
+        """Count one more sync."""
+        self.syncs += 1
+        self.seconds += record.seconds
+        self.bytes_sent += record.bytes_sent
+        self.bytes_copied += record.bytes_copied
+        if record.drift is not None:
+            self.last_drift = record.drift
+
+
+@dataclass
+class Telemetry:
+    """Totals in memory, and every record to the sinks.
+
+    Example::
+
+        telemetry = Telemetry(sinks=[JsonLines("run.jsonl")])
+        with attach(model, optimizer, strategy, telemetry=telemetry) as run:
+            ...
+        run.metrics()["parameters/world"]["bytes_sent"]
+    """
+
+    sinks: Sequence[Sink] = ()
+    totals: dict[str, LevelTotals] = field(default_factory=dict)
+
+    def record(self, record: SyncRecord) -> None:
+        """Count a sync and hand it to the sinks."""
+        self.totals.setdefault(f"{record.kind}/{record.level}", LevelTotals()).add(record)
+        for sink in self.sinks:
+            sink.write(asdict(record))
+
+    def synced(self, step: int, level: str, began: float, traffic: Traffic) -> None:
+        """Record an average of parameters that began at ``time.perf_counter()`` of ``began``."""
+        self.record(
+            SyncRecord(
+                step=step,
+                level=level,
+                kind="parameters",
+                seconds=time.perf_counter() - began,
+                bytes_sent=traffic.bytes_sent,
+                bytes_copied=traffic.bytes_copied,
+                drift=drift(traffic),
+            )
+        )
+
+    def metrics(self) -> dict[str, dict[str, Any]]:
+        """Return the totals as plain data, by ``kind/level``."""
+        return {name: asdict(totals) for name, totals in self.totals.items()}
+
+    def close(self) -> None:
+        """Close the sinks."""
+        for sink in self.sinks:
+            sink.close()
+
+
+def drift(traffic: Traffic) -> float | None:
+    """Return the replicas' rms distance from their mean, relative to the mean's rms.
+
+    >>> drift(Traffic(deviation=1.0, magnitude=4.0, samples=8))
+    0.5
+    """
+    if traffic.samples == 0:
+        return None
+    if traffic.magnitude == 0.0:
+        return 0.0 if traffic.deviation == 0.0 else math.inf
+    return math.sqrt(traffic.deviation / traffic.magnitude)

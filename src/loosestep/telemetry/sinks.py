@@ -1,0 +1,60 @@
+"""Where records go."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, Protocol
+
+
+class Sink(Protocol):
+    """Takes records, one at a time."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Keep one record."""
+
+    def close(self) -> None:
+        """Let go of files."""
+
+
+class JsonLines:
+    """One JSON object a line, flushed at once, so that a crash loses nothing.
+
+    Give every rank a file of its own: ``JsonLines(f"run-{rank}.jsonl")``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one line."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars ``kind/level/quantity`` for TensorBoard (``pip install loosestep[tensorboard]``)."""
+
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "the TensorBoard sink needs tensorboard: pip install 'loosestep[tensorboard]'"
+            ) from error
+        self._writer = SummaryWriter(os.fspath(log_dir))
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add one scalar for every number of the record."""
+        prefix = f"{record['kind']}/{record['level']}"
+        for quantity in ("seconds", "bytes_sent", "bytes_copied", "drift"):
+            if record[quantity] is not None:
+                self._writer.add_scalar(f"{prefix}/{quantity}", record[quantity], record["step"])
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()

@@ -1,0 +1,278 @@
+"""Who averages with whom: named levels, from narrow to wide, and a process group for each.
+
+>>> host_pairs = Topology.from_sizes({"host": 2, "world": 4}, ranks=range(4))
+>>> host_pairs.members("host", global_rank=3)
+(2, 3)
+>>> host_pairs.peers_across("world", within="host", global_rank=3)
+(1, 3)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from loosestep.groups import free_group, own_group, require_process_group
+from loosestep.peers import Peers
+from loosestep.places import host_key
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Partition = tuple[tuple[int, ...], ...]  # of global ranks, into groups
+
+
+class Topology:
+    """Named levels, each a partition of the same ranks; every level contains the one before.
+
+    Groups may be uneven and non-contiguous, and equal levels may nest. The process groups are
+    this object's own, made when first asked for and freed by ``close``: averaging never mixes
+    with DDP's traffic or a data loader's.
+    """
+
+    def __init__(
+        self,
+        levels: Mapping[str, Iterable[Iterable[int]]],
+        *,
+        weights: Mapping[int, float] | Sequence[float] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        if not levels:
+            raise ValueError("levels must not be empty; give for example {'world': [[0, 1]]}")
+        self.levels: dict[str, Partition] = {
+            name: tuple(tuple(sorted(group)) for group in groups) for name, groups in levels.items()
+        }
+        self.timeout = timeout
+        self.ranks = _check_nesting(self.levels)
+        self.weights = _check_weights(weights, self.ranks)
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    @classmethod
+    def from_sizes(
+        cls,
+        sizes: Mapping[str, int],
+        *,
+        ranks: Iterable[int] | None = None,
+        weights: Mapping[int, float] | Sequence[float] | None = None,
+        timeout: float | None = None,
+    ) -> Topology:
+        """Cut ``ranks`` (default: the world) into consecutive groups of each level's size."""
+        members = list(_world_ranks() if ranks is None else ranks)
+        if not sizes:
+            raise ValueError("sizes must not be empty; give for example {'host': 4, 'world': 16}")
+        _check_sizes(sizes, len(members))
+        cut = {
+            name: [members[i : i + size] for i in range(0, len(members), size)]
+            for name, size in sizes.items()
+        }
+        return cls(cut, weights=weights, timeout=timeout)
+
+    @classmethod
+    def from_hosts(
+        cls,
+        hosts: Sequence[str] | None = None,
+        *,
+        weights: Mapping[int, float] | Sequence[float] | None = None,
+        timeout: float | None = None,
+    ) -> Topology:
+        """Make the levels ``host`` and ``world`` from one host name a rank.
+
+        Without ``hosts`` every rank tells its own, which is a collective call.
+        """
+        if hosts is None:
+            hosts = _gather_hosts(timeout)
+        ranks = list(_world_ranks()) if dist.is_initialized() else list(range(len(hosts)))
+        if len(hosts) != len(ranks):
+            raise ValueError(f"give one host name a rank: got {len(hosts)} for {len(ranks)} ranks")
+        by_host = {
+            name: [r for r, h in zip(ranks, hosts, strict=True) if h == name] for name in hosts
+        }
+        return cls({"host": by_host.values(), "world": [ranks]}, weights=weights, timeout=timeout)
+
+    @classmethod
+    def from_mesh(
+        cls,
+        mesh: DeviceMesh,
+        *,
+        weights: Mapping[int, float] | Sequence[float] | None = None,
+        timeout: float | None = None,
+    ) -> Topology:
+        """Make a level of every mesh dimension; each spans its dimension and all inner ones.
+
+        A mesh ``(replicate=2, shard=4)`` gives ``shard`` (groups of 4) and ``replicate`` (all 8).
+        """
+        names = mesh.mesh_dim_names
+        if names is None:
+            raise ValueError("the DeviceMesh needs mesh_dim_names: they become the level names")
+        levels = {
+            names[dim]: mesh.mesh.flatten(dim).reshape(-1, _inner_size(mesh, dim)).tolist()
+            for dim in reversed(range(mesh.mesh.ndim))
+        }
+        return cls(levels, weights=weights, timeout=timeout)
+
+    @property
+    def widest(self) -> str:
+        """The name of the last level."""
+        return list(self.levels)[-1]
+
+    def members(self, level: str, global_rank: int | None = None) -> tuple[int, ...]:
+        """Return the global ranks that share ``level`` with a rank (default: this one)."""
+        rank = _my_rank() if global_rank is None else global_rank
+        for group in self._partition(level):
+            if rank in group:
+                return group
+        raise ValueError(f"rank {rank} is not part of this topology, which has {list(self.ranks)}")
+
+    def peers_across(
+        self, level: str, *, within: str, global_rank: int | None = None
+    ) -> tuple[int, ...]:
+        """Return the ranks at my place in every ``within`` group of my ``level`` group.
+
+        Hosts of uneven size have no such place for all ranks and are refused.
+        """
+        rank = _my_rank() if global_rank is None else global_rank
+        inside = set(self.members(level, rank))
+        blocks = [group for group in self._partition(within) if set(group) <= inside]
+        if sum(map(len, blocks)) != len(inside):
+            raise ValueError(f"{within!r} must lie inside {level!r}; its groups cross it")
+        if len({len(block) for block in blocks}) != 1:
+            raise ValueError(
+                f"peers across {level!r} need {within!r} groups of one size, got "
+                f"{[len(block) for block in blocks]}; average over {level!r} directly"
+            )
+        place = self.members(within, rank).index(rank)
+        return tuple(sorted(block[place] for block in blocks))
+
+    def peers(self, level: str, *, within: str | None = None) -> Peers:
+        """Return this rank's peers on ``level``, with a process group of our own.
+
+        With ``within`` only those at this rank's place in the other ``within`` groups.
+        """
+        if within is None:
+            return self.subset(level, self.members(level))
+        return self.subset(level, self.peers_across(level, within=within))
+
+    def subset(self, level: str, ranks: tuple[int, ...]) -> Peers:
+        """Return the peers among ``ranks``, which every one of them must ask for together."""
+        group = None if len(ranks) == 1 else self._own_group(ranks)
+        weights = None if self.weights is None else tuple(self.weights[rank] for rank in ranks)
+        return Peers(group, ranks, ranks.index(_my_rank()), level, weights, self.timeout)
+
+    def contains(self, wide: str, narrow: str) -> bool:
+        """Say whether ``wide`` is the same level as ``narrow`` or comes after it."""
+        names = list(self.levels)
+        self._partition(wide), self._partition(narrow)
+        return names.index(wide) >= names.index(narrow)
+
+    def describe(self) -> str:
+        """Return the levels and weights as one line, to be compared across ranks."""
+        return f"{self.levels} weights={self.weights}"
+
+    def close(self) -> None:
+        """Free the process groups; the next call of ``peers`` makes new ones."""
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            free_group(group)
+
+    def _own_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        if ranks not in self._groups:
+            self._groups[ranks] = own_group(ranks, self.timeout)
+        return self._groups[ranks]
+
+    def _partition(self, level: str) -> Partition:
+        if level not in self.levels:
+            raise ValueError(f"unknown level {level!r}; this topology has {list(self.levels)}")
+        return self.levels[level]
+
+
+def _my_rank() -> int:
+    require_process_group()
+    return dist.get_rank()
+
+
+def _world_ranks() -> Iterable[int]:
+    require_process_group()
+    return range(dist.get_world_size())
+
+
+def _inner_size(mesh: DeviceMesh, dim: int) -> int:
+    size = 1
+    for length in mesh.mesh.shape[dim:]:
+        size *= length
+    return size
+
+
+def _gather_hosts(timeout: float | None) -> list[str]:
+    ranks = tuple(_world_ranks())
+    group = None if len(ranks) == 1 else own_group(ranks, timeout)
+    everyone = Peers(group, ranks, dist.get_rank(), "world", None, timeout)
+    hosts = [name.decode() for name in everyone.exchange(host_key().encode())]
+    if group is not None:
+        free_group(group)
+    return hosts
+
+
+def _check_sizes(sizes: Mapping[str, int], total: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"the size of {name!r} must be a whole number >= 1, got {size!r}")
+    for (narrow, small), (wide, large) in itertools.pairwise(sizes.items()):
+        if large % small:
+            fits = next(n for n in range(small, 0, -1) if large % n == 0)
+            raise ValueError(
+                f"levels must nest: {wide!r} has {large} ranks, not a multiple of {narrow!r} "
+                f"({small}); give {narrow}={fits} or give rank lists"
+            )
+    name, last = list(sizes.items())[-1]
+    if last != total:
+        raise ValueError(
+            f"the widest level must hold all {total} ranks: {name!r} has {last}; "
+            f"give {name}={total}"
+        )
+
+
+def _check_nesting(levels: Mapping[str, Partition]) -> tuple[int, ...]:
+    """Return the ranks, the same in every level; raise where the levels do not nest."""
+    ranks: tuple[int, ...] | None = None
+    for name, groups in levels.items():
+        flat = sorted(itertools.chain.from_iterable(groups))
+        if not flat or any(not group for group in groups):
+            raise ValueError(f"level {name!r} has an empty group: {groups}")
+        if len(set(flat)) != len(flat):
+            raise ValueError(f"level {name!r} names a rank twice: {groups}")
+        if ranks is not None and tuple(flat) != ranks:
+            raise ValueError(
+                f"all levels must hold the same ranks: {name!r} has {flat}, not {list(ranks)}"
+            )
+        ranks = tuple(flat)
+    for (narrow, small), (wide, large) in itertools.pairwise(levels.items()):
+        for group in small:
+            if not any(set(group) <= set(outer) for outer in large):
+                raise ValueError(
+                    f"levels must nest: the {narrow!r} group {list(group)} lies in no {wide!r} "
+                    f"group of {[list(outer) for outer in large]}"
+                )
+    assert ranks is not None
+    return ranks
+
+
+def _check_weights(
+    weights: Mapping[int, float] | Sequence[float] | None, ranks: tuple[int, ...]
+) -> dict[int, float] | None:
+    if weights is None:
+        return None
+    if isinstance(weights, Mapping):
+        given = dict(weights)
+    else:
+        if len(weights) != len(ranks):
+            raise ValueError(f"give one weight a rank: got {len(weights)} for {len(ranks)} ranks")
+        given = dict(zip(ranks, weights, strict=True))
+    if set(given) != set(ranks):
+        raise ValueError(f"give one weight a rank: got {sorted(given)} for ranks {list(ranks)}")
+    for rank, weight in given.items():
+        if not (isinstance(weight, (int, float)) and 0 < weight < float("inf")):
+            raise ValueError(f"the weight of rank {rank} must be finite and > 0, got {weight!r}")
+    return {rank: float(weight) for rank, weight in given.items()}

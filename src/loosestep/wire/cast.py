@@ -1,0 +1,79 @@
+"""Fewer bytes by a narrower dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from loosestep.peers import Peers
+from loosestep.wire.mean import Mean
+from loosestep.wire.reducer import Handle, Reducer, Traffic
+
+
+class Cast:
+    """Average in a narrower dtype: half the bytes for bf16, at the precision of bf16.
+
+    Values travel and come back as ``dtype``; the sum in between is kept wider, so all ranks end
+    bit-equal. A finite value beyond the narrow range is sent as the largest that fits. A buffer
+    that is no wider than ``dtype`` already is left to ``inner`` as it is.
+
+    >>> Cast(torch.bfloat16).bytes_on_wire(numel=8, dtype=torch.float32, group_size=2)
+    16
+    """
+
+    def __init__(self, dtype: torch.dtype, inner: Reducer | None = None) -> None:
+        if not dtype.is_floating_point:
+            raise TypeError(f"Cast needs a floating dtype such as torch.bfloat16, got {dtype}")
+        self.dtype = dtype
+        self.inner = Mean() if inner is None else inner
+
+    def start(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Handle:
+        """Launch the mean of a narrow copy."""
+        if peers.size == 1 or buffer.dtype.itemsize <= self.dtype.itemsize:
+            return self.inner.start(buffer, peers, slot)
+        narrow = _narrow(buffer, self.dtype)
+        return _CastInFlight(buffer, narrow, self.inner.start(narrow, peers, slot))
+
+    def bytes_on_wire(
+        self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
+    ) -> int:
+        """Return what ``inner`` sends for the narrow copy."""
+        narrower = dtype if dtype.itemsize <= self.dtype.itemsize else self.dtype
+        return self.inner.bytes_on_wire(numel, narrower, group_size, group_rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of ``inner``."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of ``inner``."""
+        self.inner.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"Cast({self.dtype}, {self.inner})"
+
+
+class _CastInFlight:
+    def __init__(self, buffer: torch.Tensor, narrow: torch.Tensor, inner: Handle) -> None:
+        self._buffer, self._narrow, self._inner = buffer, narrow, inner
+
+    @property
+    def traffic(self) -> Traffic:
+        """What the narrow copy moved."""
+        return self._inner.traffic
+
+    def advance(self) -> None:
+        """Let the narrow mean go on."""
+        self._inner.advance()
+
+    def wait(self) -> None:
+        """Widen the result into the buffer."""
+        self._inner.wait()
+        self._buffer.copy_(self._narrow)
+
+
+def _narrow(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    limit = torch.finfo(dtype).max
+    clipped = buffer.clamp(-limit, limit)
+    return torch.where(buffer.isfinite(), clipped, buffer).to(dtype)

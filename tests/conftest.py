@@ -1,0 +1,49 @@
+"""Fixtures for all tests, and in CI the rule that nothing is skipped unseen."""
+
+import os
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from loosestep.testing import RankPool
+
+ALLOWED_SKIPS = [r"no GPU"]
+
+refused_skips: list[str] = []
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Four ranks that all tests share; they start when first used."""
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        note_skip(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.skipped:
+        note_skip(report)
+
+
+def note_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+    if not any(re.search(allowed, reason) for allowed in ALLOWED_SKIPS):
+        refused_skips.append(f"{report.nodeid}: {reason}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if os.environ.get("CI") and refused_skips and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if os.environ.get("CI") and refused_skips:
+        terminalreporter.section("skipped for a reason that CI does not allow", red=True)
+        for line in refused_skips:
+            terminalreporter.line(line)
