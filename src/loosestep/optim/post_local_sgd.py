@@ -135,11 +135,12 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
     def _fused_step(self, scale: torch.Tensor | None, found_inf: torch.Tensor) -> None:
         """Hand the scaler's numbers on to an optimizer that skips and unscales by itself."""
-        self.optim.grad_scale, self.optim.found_inf = scale, found_inf
+        inner: Any = self.optim
+        inner.grad_scale, inner.found_inf = scale, found_inf
         try:
-            self.optim.step()
+            inner.step()
         finally:
-            del self.optim.grad_scale, self.optim.found_inf
+            del inner.grad_scale, inner.found_inf
 
     @torch.no_grad()
     def _unscale(self, scale: torch.Tensor) -> None:
