@@ -1,0 +1,1 @@
+"""Claims of speed, each measured together with what it is compared to."""

@@ -54,7 +54,7 @@ def own_group(ranks: tuple[int, ...], timeout: float | None = None) -> dist.Proc
         c10d._world.pg_map[world][0],
         c10d._get_default_store(),
         c10d.GroupName(name),
-        timeout=_timeout(world, timeout),
+        timeout=group_timeout(world) if timeout is None else timedelta(seconds=timeout),
         group_desc="loosestep",
     )
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
@@ -68,9 +68,7 @@ def free_group(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
-def _timeout(world: dist.ProcessGroup, seconds: float | None) -> timedelta:
-    if seconds is not None:
-        return timedelta(seconds=seconds)
-    backend = world._get_backend(world._device_types[-1])
-    timeout: timedelta = backend.options._timeout
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Return how long the group's operations may take."""
+    timeout: timedelta = group._get_backend(group._device_types[-1]).options._timeout
     return timeout

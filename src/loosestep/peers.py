@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from loosestep.errors import PeerLost
+from loosestep.groups import group_timeout
 
 # User code rarely uses tags up here, so a group that the user handed to us can be shared.
 _FIRST_TAG = 1 << 24
@@ -71,6 +72,13 @@ class Peers:
     def others(self) -> list[int]:
         """The other members' group ranks, each rank starting at its right-hand neighbour."""
         return [(self.group_rank + i) % self.size for i in range(1, self.size)]
+
+    @property
+    def seconds(self) -> float:
+        """How long a wait may take: the given time-out, or the process group's own."""
+        if self.timeout is not None:
+            return self.timeout
+        return group_timeout(self._group).total_seconds()
 
     def next_tags(self, count: int) -> int:
         """Reserve ``count`` message tags, the same ones on every member, and return the first."""

@@ -1,182 +1,101 @@
-"""Moving a slice from one rank to another: over the network, or straight out of its memory.
-
-Between two ranks of one host a loopback connection copies every byte twice, through a socket.
-Where the kernel lets one process read another (``process_vm_readv``), the receiver is told the
-address instead and copies once. Both ways carry the same bytes in the same order, so the result
-cannot depend on which was taken.
-
-A transfer has two sides. ``offer`` makes a slice available to a peer; it must stay as it is until
-``wait`` returns. ``accept`` returns an ``Incoming``, whose ``block`` gives parts of the slice.
-"""
+"""Who is reached how: neighbours on this host through memory, all others by the network."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 import os
 import secrets
-import sys
 import weakref
-from typing import Protocol
+from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
-from loosestep.peers import Message, Peers, Transfer
+from loosestep.peers import Peers
 from loosestep.places import host_key
+from loosestep.wire.exchange import Exchange, Task
+from loosestep.wire.memory import Board, MemoryExchange, Neighbour, copy_from, copy_to
+from loosestep.wire.sockets import SocketExchange
 
 logger = logging.getLogger(__name__)
 
-
-class Incoming(Protocol):
-    """A slice on its way to this rank."""
-
-    def wait(self) -> None:
-        """Return when the slice can be read."""
-
-    def read(self, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
-        """Return elements ``start:stop``; ``scratch`` may be used to hold them."""
+_boards: weakref.WeakKeyDictionary[dist.ProcessGroup, Board] = weakref.WeakKeyDictionary()
 
 
-class Received:
-    """A slice that arrives by the network, in a buffer of its own."""
-
-    def __init__(self, transfer: Transfer, buffer: torch.Tensor) -> None:
-        self._transfer = transfer
-        self._buffer = buffer
-
-    def wait(self) -> None:
-        """Return when all of it is here."""
-        self._transfer.wait()
-
-    def read(self, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
-        """Return a view of what arrived."""
-        return self._buffer[start:stop]
+def exchanges(task: Task) -> list[Exchange]:
+    """Start to exchange a task's slices with all peers; a group's first call is collective."""
+    board = _board(task.peers)
+    neighbours = set(board.neighbours) if task.buffer.device.type == "cpu" else set()
+    distant = [p for p in task.peers.others if p not in neighbours]
+    started: list[Exchange] = []
+    if neighbours:
+        started.append(MemoryExchange(task, board))
+    if distant:
+        started.append(SocketExchange(task, distant))
+    return started
 
 
-class Remote:
-    """A slice in the memory of a process on this host; only its address arrives."""
-
-    def __init__(self, transfer: Transfer, address: torch.Tensor, pid: int) -> None:
-        self._transfer = transfer
-        self._address = address
-        self._pid = pid
-
-    def wait(self) -> None:
-        """Return when the address is here."""
-        self._transfer.wait()
-
-    def read(self, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
-        """Copy elements ``start:stop`` out of the other process."""
-        part = scratch[: stop - start]
-        size = part.element_size()
-        error = copy_from(
-            self._pid, int(self._address) + start * size, part.data_ptr(), (stop - start) * size
-        )
-        if error:
-            raise self._transfer.peers.lost(self._transfer.peer, error)
-        return part
+def use_network(group: dist.ProcessGroup) -> None:
+    """Send everything by the network; all members must say so before the group's first use."""
+    _boards[group] = Board(dist.get_world_size(group))
 
 
-class Links:
-    """The ways from this rank to each member of a group."""
-
-    def __init__(self, neighbour_pids: dict[int, int]) -> None:
-        self.neighbour_pids = neighbour_pids  # group rank -> process id, where memory can be read
-
-    def reads_memory(self, peer: int, device: torch.device) -> bool:
-        """Say whether slices from and to ``peer`` go through memory."""
-        return device.type == "cpu" and peer in self.neighbour_pids
-
-    def offer(self, part: torch.Tensor, peer: int) -> Message:
-        """Return the message that makes ``part`` available to ``peer``."""
-        if self.reads_memory(peer, part.device):
-            return Message(torch.tensor([part.data_ptr()]), peer, outgoing=True)
-        return Message(part.view(torch.uint8), peer, outgoing=True)
-
-    def expect(self, buffer: torch.Tensor | None, peer: int) -> Message:
-        """Return the message that a slice from ``peer`` begins with."""
-        if buffer is None:
-            return Message(torch.zeros(1, dtype=torch.int64), peer, outgoing=False)
-        return Message(buffer.view(torch.uint8), peer, outgoing=False)
-
-    def incoming(
-        self, transfer: Transfer, message: Message, buffer: torch.Tensor | None
-    ) -> Incoming:
-        """Return the slice that begins with ``message``."""
-        if buffer is None:
-            return Remote(transfer, message.tensor, self.neighbour_pids[transfer.peer])
-        return Received(transfer, buffer)
+def _board(peers: Peers) -> Board:
+    group = peers.process_group
+    assert group is not None, "a group of one exchanges nothing"
+    if group not in _boards:
+        _boards[group] = _meet(peers)
+    return _boards[group]
 
 
-_links: weakref.WeakKeyDictionary[dist.ProcessGroup, Links] = weakref.WeakKeyDictionary()
-
-
-def links_of(peers: Peers) -> Links:
-    """Return the group's links; the first call on a group finds them out, collectively."""
-    if peers.process_group is None:
-        return Links({})
-    if peers.process_group not in _links:
-        _links[peers.process_group] = _find_links(peers)
-    return _links[peers.process_group]
-
-
-def _find_links(peers: Peers) -> Links:
-    """Try to read a random number out of every neighbour; both directions must work."""
-    nonce = torch.tensor([secrets.randbits(62)])
-    cards = [
-        card.decode().split("|")
-        for card in peers.exchange(
-            f"{host_key()}|{os.getpid()}|{nonce.data_ptr()}|{int(nonce)}".encode()
-        )
+def _meet(peers: Peers) -> Board:
+    """Find out whose memory can be read and written, by trying; both directions must work."""
+    board, nonce = Board(peers.size), ctypes.c_int64(secrets.randbits(62))
+    mine = f"{host_key()}|{os.getpid()}|{ctypes.addressof(nonce)}|{nonce.value}"
+    cards = [_Card.parse(payload.decode()) for payload in peers.exchange(mine.encode())]
+    rows = ",".join(str(board.row_address(member)) for member in range(peers.size))
+    their_rows = [list(map(int, p.decode().split(","))) for p in peers.exchange(rows.encode())]
+    met = [
+        Neighbour(p, cards[p].pid, their_rows[p][peers.group_rank])
+        for p in peers.others
+        if cards[p].host == host_key() and _reachable(cards[p], their_rows[p][peers.group_rank])
     ]
-    mine = cards[peers.group_rank]
-    readable = [
-        p for p in peers.others if cards[p][0] == mine[0] and _can_read(*map(int, cards[p][1:]))
-    ]
-    answers = peers.exchange(",".join(map(str, readable)).encode())
-    mutual = [p for p in readable if str(peers.group_rank) in answers[p].decode().split(",")]
+    answers = peers.exchange(",".join(str(neighbour.member) for neighbour in met).encode())
+    mutual = [n for n in met if str(peers.group_rank) in answers[n.member].decode().split(",")]
+    board.neighbours = {neighbour.member: neighbour for neighbour in mutual}
+    _say(peers, board)
+    return board
+
+
+class _Card(NamedTuple):
+    """How a rank introduces itself: where it runs, and a random number at an address."""
+
+    host: str
+    pid: int
+    address: int
+    nonce: int
+
+    @classmethod
+    def parse(cls, text: str) -> _Card:
+        host, pid, address, nonce = text.split("|")
+        return cls(host, int(pid), int(address), int(nonce))
+
+
+def _reachable(card: _Card, row: int) -> bool:
+    """Read the neighbour's random number and write a 0 to the row that it keeps for me."""
+    probe, zero = ctypes.c_int64(), ctypes.c_int64(0)
+    read = copy_from(card.pid, card.address, ctypes.addressof(probe), 8) == ""
+    write = copy_to(card.pid, row, ctypes.addressof(zero), 8) == ""
+    return read and write and probe.value == card.nonce
+
+
+def _say(peers: Peers, board: Board) -> None:
+    near = [peers.global_ranks[member] for member in sorted(board.neighbours)]
+    far = [rank for rank in peers.global_ranks if rank not in near]
+    far.remove(peers.global_ranks[peers.group_rank])
     logger.info(
-        "level %r: memory of ranks %s is read directly, %d other ranks by the network",
+        "level %r: ranks %s are reached through memory, ranks %s by the network",
         peers.level,
-        [peers.global_ranks[p] for p in mutual],
-        len(peers.others) - len(mutual),
+        near,
+        far,
     )
-    return Links({p: int(cards[p][1]) for p in mutual})
-
-
-def _can_read(pid: int, address: int, expected: int) -> bool:
-    probe = torch.zeros(1, dtype=torch.int64)
-    return copy_from(pid, address, probe.data_ptr(), 8) == "" and int(probe) == expected
-
-
-class _IoVec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
-@functools.cache
-def _process_vm_readv() -> ctypes._NamedFuncPointer | None:
-    if not sys.platform.startswith("linux") or os.environ.get("LOOSESTEP_READ_MEMORY") == "0":
-        return None
-    function = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
-    if function is not None:
-        vectors = ctypes.POINTER(_IoVec)
-        function.restype = ctypes.c_ssize_t
-        function.argtypes = [ctypes.c_int, vectors, ctypes.c_ulong, vectors] + [ctypes.c_ulong] * 2
-    return function
-
-
-def copy_from(pid: int, address: int, into: int, size: int) -> str:
-    """Copy ``size`` bytes at ``address`` of process ``pid``; return what went wrong, or ''."""
-    function = _process_vm_readv()
-    if function is None:
-        return "reading other processes' memory is not available here"
-    done = 0
-    while done < size:
-        local, remote = _IoVec(into + done, size - done), _IoVec(address + done, size - done)
-        count = function(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
-        if count <= 0:
-            return f"its memory could not be read: {os.strerror(ctypes.get_errno())}"
-        done += count
-    return ""

@@ -19,8 +19,10 @@ from collections.abc import Sequence
 import torch
 
 from loosestep.flat import STAGING, slices
-from loosestep.peers import Message, Peers, Transfer
-from loosestep.wire.links import Incoming, Links, links_of
+from loosestep.peers import Peers
+from loosestep.wire.exchange import Task
+from loosestep.wire.links import exchanges
+from loosestep.wire.memory import MemoryExchange
 from loosestep.wire.reducer import Done, Handle, Stateless, Traffic
 
 BLOCK = 1 << 15  # elements summed at a time: what is summed stays in the cache
@@ -33,51 +35,61 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def mean_into(
-    out: torch.Tensor, replicas: Sequence[torch.Tensor], weights: Sequence[float] | None = None
+    out: torch.Tensor,
+    replicas: Sequence[torch.Tensor],
+    weights: Sequence[float] | None = None,
+    room: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Write the mean of ``replicas``, in their order, to ``out`` and return the unrounded one.
 
-    This is the whole arithmetic; it needs no process group.
+    This is the whole arithmetic; it needs no process group. ``room`` are two wide tensors to work
+    in, which saves the page faults of new ones.
 
     >>> mean_into(torch.empty(2), [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])])
     tensor([2., 4.], dtype=torch.float64)
     """
-    wide = wide_dtype(out.dtype)
-    if wide == out.dtype:
-        total = _sum_of_differences(replicas, weights)
+    total, term = (_wide(out), _wide(out)) if room is None else (t[: out.numel()] for t in room)
+    base = replicas[0] if total.dtype == out.dtype else None
+    if base is not None:
+        _sum_differences(total, replicas, weights)
     else:
-        total = _sum(replicas, wide, weights)
+        _sum(total, term, replicas, weights)
     _divide_(total, float(len(replicas)) if weights is None else sum(weights))
-    if wide == out.dtype:
-        total.add_(replicas[0])
+    if base is not None:
+        total.add_(base)
     out.copy_(total)
     return total
 
 
+def _wide(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=wide_dtype(like.dtype), device=like.device)
+
+
 def _sum(
-    replicas: Sequence[torch.Tensor], wide: torch.dtype, weights: Sequence[float] | None
-) -> torch.Tensor:
-    total = replicas[0].to(wide)
+    total: torch.Tensor,
+    term: torch.Tensor,
+    replicas: Sequence[torch.Tensor],
+    weights: Sequence[float] | None,
+) -> None:
+    total.copy_(replicas[0])
     if weights is not None:
         total.mul_(weights[0])
-    term = torch.empty_like(total)
     for index, replica in enumerate(replicas[1:], start=1):
         term.copy_(replica)  # adding mixed dtypes directly is slower than a copy and a sum
         if weights is not None:
             term.mul_(weights[index])  # not add_(alpha=): a fused multiply rounds differently
         total.add_(term)
-    return total
 
 
-def _sum_of_differences(
-    replicas: Sequence[torch.Tensor], weights: Sequence[float] | None
-) -> torch.Tensor:
-    base, total = replicas[0], torch.zeros_like(replicas[0])
+def _sum_differences(
+    total: torch.Tensor, replicas: Sequence[torch.Tensor], weights: Sequence[float] | None
+) -> None:
+    base = replicas[0]
+    total.zero_()
     for index, replica in enumerate(replicas[1:], start=1):
         # Equal values differ by nothing, also where they are infinite.
         term = torch.sub(replica, base).masked_fill_(replica == base, 0.0)
         total.add_(term if weights is None else term.mul_(weights[index]))
-    return total
 
 
 def _divide_(total: torch.Tensor, divisor: float) -> None:
@@ -98,7 +110,7 @@ class Mean(Stateless):
         """Launch the mean of ``buffer`` over ``peers``."""
         if peers.size == 1:
             return Done()
-        return _MeanInFlight(buffer, peers, links_of(peers))
+        return _MeanInFlight(Task(buffer, peers))
 
     def bytes_on_wire(
         self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
@@ -115,109 +127,71 @@ class Mean(Stateless):
 class _MeanInFlight:
     """One buffer's mean: scatter, then (in ``advance``) sum and gather, then ``wait``."""
 
-    def __init__(self, buffer: torch.Tensor, peers: Peers, links: Links) -> None:
+    def __init__(self, task: Task) -> None:
         self.traffic = Traffic()
-        self._buffer, self._peers, self._links = buffer, peers, links
-        self._slices = [buffer[a:b] for a, b in slices(buffer.numel(), peers.size)]
-        self._mine = self._slices[peers.group_rank]
-        self._tag = peers.next_tags(3)
-        self._loaned: list[torch.Tensor] = []
-        self._gathered: dict[int, Incoming] | None = None
-        self._sent: list[Transfer] = []
-        room = {p: self._room(p) for p in peers.others}
-        self._scattered = self._move({p: self._slices[p] for p in peers.others}, room, self._tag)
+        self._task, self._reduced = task, False
+        self._exchanges = exchanges(task)
+        self._count_bytes()
 
     def advance(self) -> None:
         """Sum my slice and start to hand it round."""
-        if self._gathered is not None:
+        if self._reduced:
             return
-        for incoming in self._scattered.values():
-            incoming.wait()
+        for exchange in self._exchanges:
+            exchange.ready()
         self._reduce()
-        for buffer in self._loaned:
-            STAGING.give(buffer)
-        others = self._peers.others
-        # A peer sends its result after it has read my slice, so the place is free by then.
-        room = {p: None if self._direct(p) else self._slices[p] for p in others}
-        self._gathered = self._move(dict.fromkeys(others, self._mine), room, self._tag + 1)
+        for exchange in self._exchanges:
+            exchange.publish()
+        self._reduced = True
 
     def wait(self) -> None:
         """Take in the other slices; return when nobody needs mine any more."""
         self.advance()
-        assert self._gathered is not None
-        for peer, incoming in self._gathered.items():
-            incoming.wait()
-            part = self._slices[peer]
-            incoming.read(0, part.numel(), part)
-        readers = [p for p in self._peers.others if self._direct(p)]
-        for transfer in self._acknowledge(readers) + self._sent:
-            transfer.wait()
-
-    def _acknowledge(self, readers: list[int]) -> list[Transfer]:
-        token = torch.zeros(1, dtype=torch.uint8)
-        messages = [Message(token, p, outgoing=True) for p in readers if self._slices[p].numel()]
-        messages += [
-            Message(torch.zeros_like(token), p, outgoing=False)
-            for p in readers
-            if self._mine.numel()
-        ]
-        return self._peers.post(messages, self._tag + 2)
-
-    def _move(
-        self,
-        outgoing: dict[int, torch.Tensor],
-        room: dict[int, torch.Tensor | None],
-        tag: int,
-    ) -> dict[int, Incoming]:
-        """Offer ``outgoing`` to the peers and start to receive from them; empty slices stay."""
-        gathering = tag != self._tag
-        expected = {
-            p: self._links.expect(buffer, p)
-            for p, buffer in room.items()
-            if (self._slices[p] if gathering else self._mine).numel()
-        }
-        offers = [self._links.offer(part, p) for p, part in outgoing.items() if part.numel()]
-        transfers = self._peers.post([*expected.values(), *offers], tag)
-        self._sent += transfers[len(expected) :]
-        self._count(outgoing)
-        arriving = zip(expected.items(), transfers, strict=False)
-        return {p: self._links.incoming(t, message, room[p]) for (p, message), t in arriving}
-
-    def _count(self, outgoing: dict[int, torch.Tensor]) -> None:
-        for peer, part in outgoing.items():
-            size = part.numel() * part.element_size()
-            if self._direct(peer):
-                self.traffic.bytes_copied += size
-            else:
-                self.traffic.bytes_sent += size
-
-    def _direct(self, peer: int) -> bool:
-        return self._links.reads_memory(peer, self._buffer.device)
-
-    def _room(self, peer: int) -> torch.Tensor | None:
-        """Return a buffer for the slice that ``peer`` sends me, or None if I read it there."""
-        if self._direct(peer):
-            return None
-        buffer = STAGING.take(self._mine.numel(), self._buffer.dtype, self._buffer.device)
-        self._loaned.append(buffer)
-        return buffer
+        for exchange in self._exchanges:
+            exchange.collect()
+        for exchange in self._exchanges:
+            exchange.release()
 
     def _reduce(self) -> None:
         """Replace my slice by the mean, a block at a time."""
-        numel = self._mine.numel()
-        scratch = [self._mine.new_empty(min(BLOCK, numel)) for _ in self._peers.others]
-        for start in range(0, numel, BLOCK):
-            stop = min(start + BLOCK, numel)
-            replicas = [self._mine[start:stop]] * self._peers.size
-            for (peer, incoming), room in zip(self._scattered.items(), scratch, strict=True):
-                replicas[peer] = incoming.read(start, stop, room)
-            before = self._mine[:SAMPLE].clone() if start == 0 else None
-            mean = mean_into(self._mine[start:stop], replicas, self._peers.weights)
+        mine = self._task.mine
+        wide = (wide_dtype(mine.dtype), mine.device)
+        room = (STAGING.take(BLOCK, *wide), STAGING.take(BLOCK, *wide))
+        scratch = [STAGING.take(BLOCK, mine.dtype, mine.device) for _ in self._task.peers.others]
+        for start in range(0, mine.numel(), BLOCK):
+            own = mine[start : start + BLOCK]
+            replicas = self._replicas(start, own, scratch)
+            before = own[:SAMPLE].clone() if start == 0 else None
+            mean = mean_into(own, replicas, self._task.peers.weights, room)
             if before is not None:
-                replicas[self._peers.group_rank] = before
+                replicas[self._task.peers.group_rank] = before
                 self._sample(mean[:SAMPLE], [replica[:SAMPLE] for replica in replicas])
+        for buffer in (*room, *scratch):
+            STAGING.give(buffer)
+
+    def _replicas(
+        self, start: int, own: torch.Tensor, scratch: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return all members' versions of a block of my slice, in rank order."""
+        replicas = [own] * self._task.peers.size
+        spaces = iter(scratch)
+        for exchange in self._exchanges:
+            for member in exchange.members:
+                stop = start + own.numel()
+                replicas[member] = exchange.read(member, start, stop, next(spaces))
+        return replicas
 
     def _sample(self, mean: torch.Tensor, replicas: list[torch.Tensor]) -> None:
         self.traffic.magnitude += float(mean.square().sum()) * len(replicas)
         self.traffic.deviation += sum(float((mean - r).square().sum()) for r in replicas)
         self.traffic.samples += mean.numel() * len(replicas)
+
+    def _count_bytes(self) -> None:
+        for exchange in self._exchanges:
+            moved = sum(
+                self._task.part(p).nbytes + self._task.mine.nbytes for p in exchange.members
+            )
+            if isinstance(exchange, MemoryExchange):
+                self.traffic.bytes_copied += moved
+            else:
+                self.traffic.bytes_sent += moved

@@ -1,0 +1,33 @@
+"""Run benchmarks: ``python -m benchmarks [averaging|growth|idle ...]``.
+
+Without names all of them run. Every one prints a table and writes a dated file below
+``benchmarks/results``.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks import averaging, growth, idle
+from benchmarks.report import write
+
+BENCHMARKS = {"averaging": averaging.run, "growth": growth.run, "idle": idle.run}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measure loosestep and its peers in one run.",
+        epilog="example: python -m benchmarks averaging --rounds 9",
+    )
+    parser.add_argument("names", nargs="*", help=f"some of {', '.join(BENCHMARKS)} (default: all)")
+    parser.add_argument("--rounds", type=int, default=15, help="measurements of each contender")
+    arguments = parser.parse_args()
+    for name in arguments.names or BENCHMARKS:
+        if name not in BENCHMARKS:
+            parser.error(f"no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
+        write(name, BENCHMARKS[name](arguments.rounds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Exchange between processes of one host by reading each other's memory.
+
+A loopback connection copies every byte twice and wakes a thread for every message. Where the
+kernel lets a process read another (``process_vm_readv``), a rank tells its neighbours an address
+and they copy once. Both ways carry the same bytes, so results cannot depend on which was taken.
+
+Ranks tell each other how far they are by writing into each other's *board*, one row for each
+neighbour. A rank only polls its own board, and the last thing it does to a neighbour is to write
+that it needs nothing more, so nobody touches the memory of a process that may have gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+from loosestep.peers import Peers
+from loosestep.wire.exchange import Task
+
+SLOTS = 64  # buffers that may be under way at once
+OFFERED, REDUCED, TAKEN, FIRST_ADDRESS = 0, 1, 2, 3  # the columns of a row
+COLUMNS = FIRST_ADDRESS + SLOTS
+PROBE_SECONDS = 0.02  # how often a waiting rank looks whether its neighbours live
+
+Row = ctypes.c_int64 * COLUMNS
+_kept: list[object] = []  # boards are never freed: a peer that gave up late may still write
+
+
+@dataclass
+class Neighbour:
+    """A process on this host whose memory can be read and written."""
+
+    member: int  # its group rank
+    pid: int
+    row: int  # the address of my row on its board
+
+
+class Board:
+    """What the neighbours have told this rank, and the way to tell them."""
+
+    def __init__(self, group_size: int) -> None:
+        self.rows = (Row * group_size)()
+        self.neighbours: dict[int, Neighbour] = {}
+        self.next_slot = 0
+        _kept.append(self.rows)
+
+    def row_address(self, member: int) -> int:
+        """Return where ``member`` is to write."""
+        return ctypes.addressof(self.rows[member])
+
+    def tell(self, peers: Peers, member: int, column: int, value: int) -> None:
+        """Write a number into a neighbour's board."""
+        neighbour = self.neighbours[member]
+        number = ctypes.c_int64(value)
+        error = copy_to(neighbour.pid, neighbour.row + 8 * column, ctypes.addressof(number), 8)
+        if error:
+            raise peers.lost(member, error)
+
+    def wait(self, peers: Peers, member: int, column: int, value: int) -> None:
+        """Return when a neighbour has reached ``value``; raise when it died or is too slow."""
+        row = self.rows[member]
+        if row[column] >= value:
+            return
+        deadline = time.monotonic() + peers.seconds
+        probe_at = time.monotonic() + PROBE_SECONDS
+        while row[column] < value:
+            now = time.monotonic()
+            if now > deadline:
+                raise peers.lost(member, f"no answer within {peers.seconds:g} s")
+            if now > probe_at:
+                self._look_round(peers)
+                probe_at = now + PROBE_SECONDS
+                time.sleep(0.0002)
+            else:
+                os.sched_yield()
+
+    def _look_round(self, peers: Peers) -> None:
+        """Raise if any neighbour is gone: the one that I wait for may wait for the dead one."""
+        for member, neighbour in self.neighbours.items():
+            mine = ctypes.c_int64()
+            error = copy_from(neighbour.pid, neighbour.row, ctypes.addressof(mine), 8)
+            if error:
+                raise peers.lost(member, error)
+
+
+class MemoryExchange:
+    """Slices are read where they lie."""
+
+    def __init__(self, task: Task, board: Board) -> None:
+        self.members = sorted(board.neighbours)
+        self._task, self._board = task, board
+        self._count = board.next_slot = board.next_slot + 1
+        self._column = FIRST_ADDRESS + self._count % SLOTS
+        for member in self.members:
+            board.tell(task.peers, member, self._column, task.buffer.data_ptr())
+        self._tell(OFFERED)
+
+    def ready(self) -> None:
+        """Return when the neighbours have told where their buffers lie."""
+        self._wait(OFFERED)
+
+    def read(self, member: int, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
+        """Copy elements of my slice out of a neighbour's buffer."""
+        first = self._task.bounds[self._task.peers.group_rank][0]
+        return self._copy(member, first + start, scratch[: stop - start])
+
+    def publish(self) -> None:
+        """Tell the neighbours that my slice holds the result."""
+        self._tell(REDUCED)
+
+    def collect(self) -> None:
+        """Copy every neighbour's result into its place."""
+        for member in self.members:
+            self._board.wait(self._task.peers, member, REDUCED, self._count)
+            self._copy(member, self._task.bounds[member][0], self._task.part(member))
+            self._board.tell(self._task.peers, member, TAKEN, self._count)
+
+    def release(self) -> None:
+        """Return when the neighbours have taken my result."""
+        self._wait(TAKEN)
+
+    def _copy(self, member: int, start: int, into: torch.Tensor) -> torch.Tensor:
+        neighbour, size = self._board.neighbours[member], into.element_size()
+        address = self._board.rows[member][self._column] + start * size
+        error = copy_from(neighbour.pid, address, into.data_ptr(), into.numel() * size)
+        if error:
+            raise self._task.peers.lost(member, error)
+        return into
+
+    def _tell(self, column: int) -> None:
+        for member in self.members:
+            self._board.tell(self._task.peers, member, column, self._count)
+
+    def _wait(self, column: int) -> None:
+        for member in self.members:
+            self._board.wait(self._task.peers, member, column, self._count)
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+@functools.cache
+def _kernel_copy(name: str) -> ctypes._NamedFuncPointer | None:
+    if not sys.platform.startswith("linux") or os.environ.get("LOOSESTEP_READ_MEMORY") == "0":
+        return None
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if function is not None:
+        vectors = ctypes.POINTER(_IoVec)
+        function.restype = ctypes.c_ssize_t
+        function.argtypes = [ctypes.c_int, vectors, ctypes.c_ulong, vectors] + [ctypes.c_ulong] * 2
+    return function
+
+
+def copy_from(pid: int, address: int, into: int, size: int) -> str:
+    """Copy ``size`` bytes out of process ``pid``; return what went wrong, or ''."""
+    return _copy("process_vm_readv", pid, into, address, size)
+
+
+def copy_to(pid: int, address: int, source: int, size: int) -> str:
+    """Copy ``size`` bytes into process ``pid``; return what went wrong, or ''."""
+    return _copy("process_vm_writev", pid, source, address, size)
+
+
+def _copy(name: str, pid: int, here: int, there: int, size: int) -> str:
+    function = _kernel_copy(name)
+    if function is None:
+        return "reading other processes' memory is not available here"
+    done = 0
+    while done < size:
+        local, remote = _IoVec(here + done, size - done), _IoVec(there + done, size - done)
+        count = function(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        if count <= 0:
+            return f"its memory cannot be reached: {os.strerror(ctypes.get_errno())}"
+        done += count
+    return ""
