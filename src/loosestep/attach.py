@@ -25,6 +25,7 @@ from loosestep.hooks.ddp import DDPAdapter
 from loosestep.hooks.fsdp import FSDPAdapter, mesh_ranks
 from loosestep.hooks.gradients import GradientSharing
 from loosestep.hooks.plain import PlainAdapter
+from loosestep.optim.idle import only_creates_state
 from loosestep.peers import Peers
 from loosestep.policies import (
     Buffers,
@@ -105,7 +106,11 @@ class Attached:
             self.clock, strategy.schedule, self.topology.peers, telemetry
         )
         self._adapter = self._make_adapter()
-        self._step_hook = optimizer.register_step_post_hook(self._after_step)
+        self._idle = False
+        self._step_hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
         self._scaler = None
         if scaler is not None:
             self._scaler = ScalerWatch(scaler, optimizer, self._gradient_peers, self._step_done)
@@ -179,13 +184,14 @@ class Attached:
 
     def detach(self) -> None:
         """Take every hook away and free the process groups; safe to call twice."""
-        if self._step_hook is not None:
-            self._step_hook.remove()
-            self._step_hook = None  # type: ignore[assignment]
-            self._adapter.close()
-            if self._scaler is not None:
-                self._scaler.close()
-            self.topology.close()
+        if not self._step_hooks:
+            return
+        while self._step_hooks:
+            self._step_hooks.pop().remove()
+        self._adapter.close()
+        if self._scaler is not None:
+            self._scaler.close()
+        self.topology.close()
 
     def __enter__(self) -> Attached:
         """Return itself."""
@@ -197,8 +203,11 @@ class Attached:
 
     # What happens after a step.
 
+    def _before_step(self, _: object, __: object, kwargs: dict[str, Any]) -> None:
+        self._idle = only_creates_state(self.optimizer, kwargs)
+
     def _after_step(self, *_: object) -> None:
-        if self._scaler is None or not self._scaler.stepping:
+        if not self._idle and (self._scaler is None or not self._scaler.stepping):
             self._step_done()
 
     def _step_done(self) -> None:

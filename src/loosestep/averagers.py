@@ -84,6 +84,7 @@ class ModelAverager(ABC):
     @step.setter
     def step(self, value: int) -> None:
         self.clock.step = value
+        self._synced_step = -1  # what was averaged before says nothing about the step jumped to
 
     @abstractmethod
     def average_parameters(self, params: Parameters) -> None:

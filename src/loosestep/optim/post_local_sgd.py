@@ -10,6 +10,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from loosestep.averagers import ModelAverager
+from loosestep.optim.idle import only_creates_state
+
+STEP = "averager_step"  # the key of the averager's step in every parameter group
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
@@ -41,6 +44,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
             raise TypeError(f"averager must be a ModelAverager, got {type(averager).__name__}")
         # Not Optimizer.__init__: it would build groups and state of its own beside optim's.
         self.__setstate__({"optim": optim, "averager": averager})
+        self._note_step()
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -61,10 +65,12 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, *args: Any, **kwargs: Any) -> float | None:
         """Take one step, average if due, and return what the closure returned."""
-        loss = self._inner_step(closure)
-        self.averager.average_parameters(self.param_groups)
+        idle = only_creates_state(self.optim, kwargs)
+        loss = self._inner_step(*args, **kwargs)
+        if not idle:
+            self.averager.average_parameters(self.param_groups)
         return loss
 
     def finalize(self) -> None:
@@ -73,19 +79,22 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state and the averager's step."""
+        self._note_step()
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned; without a ``step`` the averager starts at 0."""
+        """Load what ``state_dict`` returned; without a step the averager starts at 0."""
         rest = {key: value for key, value in state_dict.items() if key != "step"}
         self.optim.load_state_dict(rest)
-        if "step" not in state_dict:
+        step = state_dict.get("step", self.param_groups[0].get(STEP))
+        if step is None:
             warnings.warn(
                 "Loaded state dict does not contain a step counter for an averager. "
                 "Setting step counter to 0.",
                 stacklevel=2,
             )
-        self.averager.step = state_dict.get("step", 0)
+        self.averager.step = step or 0
+        self._note_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the wrapped optimizer's gradients."""
@@ -94,6 +103,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; it takes part from the next average on."""
         self.optim.add_param_group(param_group)
+        self._note_step()
 
     def register_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
         """Register with the wrapped optimizer, whose state it is."""
@@ -118,7 +128,12 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         """Return what copies and pickles are made of."""
         return {"optim": self.optim, "averager": self.averager}
 
-    def _inner_step(self, closure: Callable[[], float] | None) -> float | None:
+    def _note_step(self) -> None:
+        """Write the step into the groups: a distributed checkpoint drops what is beside them."""
+        for group in self.param_groups:
+            group[STEP] = self.averager.step
+
+    def _inner_step(self, closure: Callable[[], float] | None = None) -> float | None:
         scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None:

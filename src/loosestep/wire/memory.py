@@ -148,7 +148,7 @@ class _IoVec(ctypes.Structure):
 
 @functools.cache
 def _kernel_copy(name: str) -> ctypes._NamedFuncPointer | None:
-    if not sys.platform.startswith("linux") or os.environ.get("LOOSESTEP_READ_MEMORY") == "0":
+    if not sys.platform.startswith("linux"):
         return None
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if function is not None:

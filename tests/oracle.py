@@ -1,0 +1,126 @@
+"""Training by several replicas in one process: what the ranks must equal, written out plainly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+
+from loosestep import Strategy, Topology
+
+Batches = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]  # (rank, step) -> inputs, labels
+MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+
+class Net(torch.nn.Module):
+    """A little of everything: matrices, vectors, a scalar, BatchNorm and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(6, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.second = torch.nn.Linear(8, 8)
+        self.third = torch.nn.Linear(8, 8)
+        self.third.weight = self.second.weight
+        self.gain = torch.nn.Parameter(torch.tensor(1.0))
+        self.last = torch.nn.Linear(8, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.norm(self.first(inputs)))
+        hidden = torch.tanh(self.third(torch.tanh(self.second(hidden))))
+        return self.last(hidden * self.gain)
+
+
+def make_net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same batch for the same rank and step, in any process."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return (
+        torch.randn(5, 6, generator=generator),
+        torch.randint(0, 3, (5,), generator=generator),
+    )
+
+
+def loss_of(net: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+    inputs, labels = batch(rank, step)
+    return torch.nn.functional.cross_entropy(net(inputs), labels)
+
+
+def sgd(net: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+
+def exact_mean(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the definition of the mean of float32 values: float64, rank order, rounded once."""
+    total = values[0].double()
+    for value in values[1:]:
+        total = total + value.double()
+    return (total / len(values)).to(values[0].dtype)
+
+
+def train_replicas(
+    strategy: Strategy,
+    topology: Topology,
+    steps: int,
+    make_optimizer: MakeOptimizer = sgd,
+) -> dict[int, Net]:
+    """Train one replica a rank in this process and return them by rank."""
+    nets = {rank: copy.deepcopy(make_net()) for rank in topology.ranks}
+    optimizers = {rank: make_optimizer(net) for rank, net in nets.items()}
+    for step in range(steps):
+        for rank, net in nets.items():
+            optimizers[rank].zero_grad()
+            loss_of(net, rank, step).backward()
+        level = strategy.schedule(step).gradients
+        if level is not None:
+            for group in topology.levels[level]:
+                _share_gradients([nets[rank] for rank in group])
+        for optimizer in optimizers.values():
+            optimizer.step()
+        level = strategy.schedule(step + 1).parameters
+        if level is not None:
+            for group in topology.levels[level]:
+                _average([nets[rank] for rank in group])
+    return nets
+
+
+def _share_gradients(nets: list[Net]) -> None:
+    for same in zip(*(net.parameters() for net in nets), strict=True):
+        grads = [p.grad / len(nets) for p in same if p.grad is not None]
+        for parameter in same:
+            parameter.grad = sum(grads[1:], grads[0]).clone()
+
+
+@torch.no_grad()
+def _average(nets: list[Net]) -> None:
+    for same in zip(*(net.parameters() for net in nets), strict=True):
+        mean = exact_mean([p.detach() for p in same])
+        for parameter in same:
+            parameter.copy_(mean)
+    for buffers in zip(*(net.buffers() for net in nets), strict=True):
+        floats = buffers[0].is_floating_point()
+        value = exact_mean(buffers) if floats else torch.stack(buffers).max()
+        for buffer in buffers:
+            buffer.copy_(value)
+
+
+def snapshot(net: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of all parameters and buffers by name."""
+    return {name: value.detach().clone() for name, value in net.state_dict().items()}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Say whether two snapshots are equal to the bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Say whether two snapshots are equal to float tolerance."""
+    return one.keys() == other.keys() and all(
+        torch.allclose(one[k], other[k], rtol=1e-4, atol=1e-6) for k in one
+    )
