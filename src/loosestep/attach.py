@@ -16,8 +16,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from loosestep.averaging import Averager
-from loosestep.binding import Named, Statement, agree, same_shard, unique
+from loosestep.averaging import Agreed, Averager
+from loosestep.binding import Named, Progress, Statement, agree, same_shard, unique
 from loosestep.clock import Clock
 from loosestep.errors import NotAttachable
 from loosestep.groups import require_process_group
@@ -41,6 +41,7 @@ from loosestep.scaling import ScalerWatch
 from loosestep.schedule import next_sync
 from loosestep.telemetry import Telemetry
 from loosestep.topology import Topology
+from loosestep.wire import Traffic
 
 VERSION = 1
 
@@ -50,6 +51,9 @@ class Adapter(Protocol):
 
     def broadcast_buffers(self, wanted: bool) -> None:
         """Allow or forbid the framework's own broadcast of buffers."""
+
+    def before_step(self) -> None:
+        """Make sure that gradients are shared as they should be."""
 
     def close(self) -> None:
         """Leave the module as it was."""
@@ -101,6 +105,7 @@ class Attached:
         self.topology = _own_topology(strategy.topology, timeout)
         _check_levels(strategy, self.topology)
         self._averagers: dict[str, Averager] = {}
+        self._clean = False  # whether no step was taken since the widest level averaged
         self._agree_at_start()
         self._sharing = GradientSharing(
             self.clock, strategy.schedule, self.topology.peers, telemetry
@@ -150,6 +155,7 @@ class Attached:
                 "was it written by attach(...).state_dict()?"
             )
         self.clock.load_state_dict(state_dict["clock"])
+        self._clean = False
         self.strategy.reducer.load_state_dict(state_dict["reducer"])
         self._follow_gradients()
 
@@ -165,8 +171,10 @@ class Attached:
         copy of the model, and all ranks must enter together.
         """
         named, counters = self._tensors()
-        kept = [(tensor, tensor.detach().clone()) for _, tensor in [*named, *counters]]
-        self._averager(self._widest).average(named, counters, step=self.clock.step)
+        touched = unique([*named, *counters, *buffers_of(self.model)])
+        kept = [(tensor, tensor.detach().clone()) for _, tensor in touched]
+        averager = self._averager(self._widest)
+        self._average(averager, averager.agree(named, counters, Progress(self.clock.step)))
         try:
             yield
         finally:
@@ -201,10 +209,12 @@ class Attached:
         """Detach."""
         self.detach()
 
-    # What happens after a step.
+    # What happens around a step.
 
     def _before_step(self, _: object, __: object, kwargs: dict[str, Any]) -> None:
         self._idle = only_creates_state(self.optimizer, kwargs)
+        if not self._idle:
+            self._adapter.before_step()
 
     def _after_step(self, *_: object) -> None:
         if not self._idle and (self._scaler is None or not self._scaler.stepping):
@@ -213,6 +223,7 @@ class Attached:
     def _step_done(self) -> None:
         """Count the step and average if it is due."""
         self._sharing.record(self.clock.step)
+        self._clean = False
         step = self.clock.tick()
         level = self.strategy.schedule(step).parameters
         if level is not None:
@@ -221,20 +232,25 @@ class Attached:
 
     def _sync(self, level: str, step: int, *, final: bool = False) -> bool:
         """Average over ``level``; return whether all its ranks have said that they are final."""
-        named, counters = self._tensors()
         averager, began = self._averager(level), time.perf_counter()
-        agreed = averager.agree(named, counters, step=step, final=final)
+        agreed = averager.agree(*self._tensors(), Progress(step, final, self._clean))
         done = all(header.final for header in agreed.headers)
-        if done and level != self._widest:
-            return True  # the widest level will average all of it anyway
+        if done and (level != self._widest or all(header.clean for header in agreed.headers)):
+            return True  # the widest level will average all of it anyway, or has done so
+        traffic = self._average(averager, agreed)
+        self.telemetry.synced(self.clock.step, level, began, traffic)
+        if self.strategy.optimizer_state is OptimizerState.RESET:
+            for _, parameter in self._parameters():
+                self.optimizer.state.pop(parameter, None)
+        self._clean = level == self._widest
+        return done
+
+    def _average(self, averager: Averager, agreed: Agreed) -> Traffic:
+        """Average parameters and do to buffers what their policy says."""
         traffic = averager.start(agreed).finish()
         if self.strategy.buffers is Buffers.BROADCAST:
             traffic.add(averager.broadcast(buffers_of(self.model)))
-        self.telemetry.synced(step, level, began, traffic)
-        if self.strategy.optimizer_state is OptimizerState.RESET:
-            for parameter in self._parameters():
-                self.optimizer.state.pop(parameter[1], None)
-        return done
+        return traffic
 
     def _follow_gradients(self) -> None:
         """Let DDP broadcast buffers while gradients are shared by all, and not in local phases."""
@@ -280,7 +296,7 @@ class Attached:
 
     def _agree_at_start(self) -> None:
         averager = self._averager(self.topology.widest)
-        averager.agree(self._parameters(), step=0)
+        averager.agree(self._parameters())
         everything = [*self._parameters(), *buffers_of(self.model)]
         if self.strategy.initial is Initial.BROADCAST:
             averager.broadcast(everything)

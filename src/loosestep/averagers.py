@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from loosestep.averaging import Averager
-from loosestep.binding import Named, unique
+from loosestep.binding import Named, Progress, unique
 from loosestep.clock import Clock
 from loosestep.errors import warn_once
 from loosestep.groups import own_group, require_process_group, world_group
@@ -145,7 +145,7 @@ class ModelAverager(ABC):
         if self._checked or dist.get_rank(self.process_group) < 0:
             return
         named = self._named(params)
-        self._averager(self.process_group, "first").agree(named, step=self.step)
+        self._averager(self.process_group, "first").agree(named, progress=Progress(self.step))
         self._checked = True
         if self.module is None:
             warn_once(

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from loosestep.binding import (
     Header,
     Named,
+    Progress,
     Statement,
     agree,
     check_averageable,
@@ -27,7 +28,7 @@ from loosestep.binding import (
     state,
     unique,
 )
-from loosestep.flat import STAGING, Window, pack, unpack, windows
+from loosestep.flat import STAGING, WINDOW_BYTES, Window, pack, unpack, windows
 from loosestep.groups import own_group, require_process_group, world_group
 from loosestep.peers import Peers, Phase, peers_of
 from loosestep.wire import Handle, Mean, Native, Reducer, Traffic
@@ -103,8 +104,10 @@ class Averager:
         reducer: Reducer | None = None,
         agreements: Sequence[str] = (),
         subset: Callable[[tuple[int, ...]], Peers] | None = None,
+        window_bytes: int = WINDOW_BYTES,
     ) -> None:
         self.peers = peers
+        self._window_bytes = window_bytes
         self.reducer: Reducer = Mean() if reducer is None else reducer
         self._agreements = (*agreements, f"reducer {self.reducer!r}", f"weights {peers.weights}")
         self._subset = subset or (lambda ranks: _own_peers(peers, ranks))
@@ -114,9 +117,7 @@ class Averager:
         self,
         named: Sequence[Named],
         counters: Sequence[Named] = (),
-        *,
-        step: int = 0,
-        final: bool = False,
+        progress: Progress | None = None,
     ) -> Agreed:
         """Compare what the ranks are about to average; all return or all raise.
 
@@ -130,12 +131,13 @@ class Averager:
             statement = state([*_originals(parts, named), *counters], *self._agreements)
         except (ValueError, TypeError) as error:
             refusal, statement = error, Statement((f"an error: {error}",))
-        peers = self.peers.during(Phase("agreeing what to average", step=step))
-        headers = agree(peers, statement, step, final=final)
+        at = Progress() if progress is None else progress
+        peers = self.peers.during(Phase("agreeing what to average", step=at.step))
+        headers = agree(peers, statement, at)
         if refusal is not None:
             raise refusal
         keys = {name: shard_key(tensor) for name, tensor in named}
-        return Agreed(parts, tuple(counters), keys, headers, step)
+        return Agreed(parts, tuple(counters), keys, headers, at.step)
 
     @torch.no_grad()
     def start(self, agreed: Agreed) -> Averaging:
@@ -147,7 +149,7 @@ class Averager:
         self, named: Sequence[Named], counters: Sequence[Named] = (), *, step: int = 0
     ) -> Traffic:
         """Agree, start and finish."""
-        return self.start(self.agree(named, counters, step=step)).finish()
+        return self.start(self.agree(named, counters, Progress(step))).finish()
 
     @torch.no_grad()
     def broadcast(self, named: Sequence[Named]) -> Traffic:
@@ -165,7 +167,7 @@ class Averager:
         return [
             (window, self._peers_of_shard(key))
             for key, group in by_shard.items()
-            for window in windows(group)
+            for window in windows(group, self._window_bytes)
         ]
 
     def _peers_of_shard(self, key: str) -> Peers:
@@ -230,7 +232,8 @@ class Averaging:
         for window in windows(counters, COUNTER_WINDOW_BYTES):
             carrier = torch.uint8 if window.dtype in (torch.bool, torch.uint8) else torch.int64
             carrier = torch.float64 if window.dtype.is_floating_point else carrier
-            staging = torch.empty(window.numel, dtype=carrier, device=window.device)
+            device = window.device if peers.size == 1 else peers.device_for(window.device)
+            staging = torch.empty(window.numel, dtype=carrier, device=device)
             buffer = pack(window, staging)
             phase = Phase("taking the largest of", window.name, self._step)
             handle = Native(dist.ReduceOp.MAX).start(buffer, peers.during(phase), window.name)

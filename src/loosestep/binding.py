@@ -24,18 +24,28 @@ Named = tuple[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How far this rank is."""
+
+    step: int = 0
+    final: bool = False  # it has no more steps of its own
+    clean: bool = False  # it has taken none since the widest level averaged
+
+
+@dataclass(frozen=True)
 class Header:
     """What every rank tells the others before a sync."""
 
     digest: bytes  # of everything that must be equal
     step: int
-    final: bool = False  # this rank has no more steps of its own
+    final: bool
+    clean: bool
 
-    _FORMAT = "<16sq?"
+    _FORMAT = "<16sq??"
 
     def encode(self) -> bytes:
         """Return the header as bytes of one length."""
-        return struct.pack(self._FORMAT, self.digest, self.step, self.final)
+        return struct.pack(self._FORMAT, self.digest, self.step, self.final, self.clean)
 
     @classmethod
     def decode(cls, payload: bytes) -> Header:
@@ -61,16 +71,15 @@ def state(named: Sequence[Named], *agreements: str) -> Statement:
     return Statement((*agreements, f"{len(lines)} tensors", *lines))
 
 
-def agree(
-    peers: Peers, statement: Statement, step: int = 0, *, final: bool = False
-) -> list[Header]:
+def agree(peers: Peers, statement: Statement, progress: Progress | None = None) -> list[Header]:
     """Exchange headers; raise the same ``RankMismatch`` on every rank where they differ.
 
     Ranks may differ in their step where one of them is ``final``.
     """
+    at = Progress() if progress is None else progress
+    mine = Header(statement.digest, at.step, at.final, at.clean)
     if peers.size == 1:
-        return [Header(statement.digest, step, final)]
-    mine = Header(statement.digest, step, final)
+        return [mine]
     headers = [Header.decode(payload) for payload in peers.exchange_fixed(mine.encode())]
     if any(header.digest != mine.digest for header in headers):
         raise _explain(peers, statement)

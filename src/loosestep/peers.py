@@ -111,12 +111,19 @@ class Peers:
         """Return the same peers, with ``phase`` for what their errors say."""
         return replace(self, phase=phase)
 
-    def lost(self, peer: int, reason: str) -> PeerLost:
-        """Return the error for a peer that did not answer, and close the group to later calls."""
-        suspects = _follow_blame(self, peer)
-        names = ", ".join(str(rank) for rank in suspects)
+    def lost(self, peer: int | None, reason: str) -> PeerLost:
+        """Return the error for a peer that did not answer, and close the group to later calls.
+
+        None: a collective failed, which does not say whose fault it was.
+        """
+        if peer is None:
+            suspects = tuple(self.global_ranks[p] for p in self.others)
+        else:
+            suspects = _follow_blame(self, peer)
+        which = "one of ranks" if len(suspects) > 1 else "rank"
         text = (
-            f"rank {self.global_ranks[self.group_rank]}: lost rank {names} while {self.phase} "
+            f"rank {self.global_ranks[self.group_rank]}: lost {which} "
+            f"{', '.join(map(str, suspects))} while {self.phase} "
             f"on level {self.level!r} (ranks {list(self.global_ranks)}): {reason}. "
             "Parameters may be partly averaged: restart from a checkpoint"
         )
@@ -162,13 +169,18 @@ class Peers:
         tag = self.next_tags(1)
         device = self._message_device()
         inbox = {p: torch.zeros(lengths[p], dtype=torch.uint8, device=device) for p in self.others}
-        outbox = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+        outbox = torch.tensor(list(payload), dtype=torch.uint8, device=device)
         messages = [Message(inbox[p], p, outgoing=False) for p in self.others if lengths[p]]
         messages += [Message(outbox, p, outgoing=True) for p in self.others if payload]
         for transfer in self.post(messages, tag):
             transfer.wait()
         inbox[self.group_rank] = outbox
         return [bytes(inbox[p].tolist()) for p in range(self.size)]
+
+    def device_for(self, device: torch.device) -> torch.device:
+        """Return ``device`` if the group can move its tensors, else one that it can."""
+        kinds = {kind.type for kind in self._group._device_types}
+        return device if device.type in kinds else self._message_device()
 
     def _message_device(self) -> torch.device:
         kinds = {device.type for device in self._group._device_types}

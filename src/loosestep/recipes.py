@@ -39,6 +39,12 @@ class Strategy:
             )
         if not isinstance(self.reducer, Reducer):
             raise TypeError(f"reducer must be one such as Mean(), got {self.reducer!r}")
+        for part in (self.schedule, self.reducer):
+            if f"at {id(part):#x}" in repr(part):
+                raise TypeError(
+                    f"{type(part).__name__} needs a __repr__ that is equal on all ranks, since "
+                    "they compare strategies by it; make it a frozen dataclass"
+                )
         object.__setattr__(self, "buffers", choose(Buffers, self.buffers))
         object.__setattr__(self, "optimizer_state", choose(OptimizerState, self.optimizer_state))
         object.__setattr__(self, "initial", choose(Initial, self.initial))

@@ -53,6 +53,9 @@ class DDPAdapter:
         """Let DDP broadcast buffers at every forward, or not; never more than it did before."""
         self._module.forward_sync_buffers = self._broadcasts and wanted
 
+    def before_step(self) -> None:
+        """Do nothing: DDP shares inside backward and checks itself."""
+
     def close(self) -> None:
         """Turn the hook into the plain all-reduce: DDP keeps it for life."""
         self._dispatcher.sharing = None

@@ -28,6 +28,9 @@ class FSDPAdapter:
     def broadcast_buffers(self, wanted: bool) -> None:
         """Do nothing: FSDP broadcasts no buffers."""
 
+    def before_step(self) -> None:
+        """Do nothing: FSDP shares inside backward."""
+
     def close(self) -> None:
         """Leave the gradients to FSDP alone; its hook cannot be taken back, only silenced."""
         self._active = False
@@ -35,7 +38,7 @@ class FSDPAdapter:
     def _share(self, reduced: torch.Tensor) -> None:
         level = self._sharing.level if self._active else None
         if level in self._wider:
-            self._sharing.share(reduced, self._wider[level]).wait()
+            self._sharing.wait(self._sharing.share(reduced, self._wider[level]))
 
 
 def mesh_ranks(module: torch.nn.Module) -> tuple[tuple[int, ...], str]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from loosestep.clock import Clock
-from loosestep.peers import Peers
+from loosestep.peers import Peers, Phase
 from loosestep.schedule import Schedule
 from loosestep.telemetry import SyncRecord, Telemetry
 from loosestep.wire import Native
@@ -74,6 +74,18 @@ class GradientSharing:
         self._bytes += Native().bytes_on_wire(buffer.numel(), buffer.dtype, peers.size)
         future = mean_future(buffer, peers.process_group, _share(peers))
         return future.then(self._done)
+
+    def wait(self, future: torch.futures.Future[torch.Tensor]) -> None:
+        """Wait for what ``share`` launched; raise ``PeerLost`` where it failed."""
+        reason = ""
+        try:
+            future.wait()
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[-1]
+        level = self.level
+        if reason and level is not None:
+            phase = Phase("sharing gradients", step=self.clock.step)
+            raise self.peers(level).during(phase).lost(None, reason)
 
     def _done(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         self._ended = time.perf_counter()

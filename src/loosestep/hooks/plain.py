@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from loosestep.hooks.gradients import GradientSharing
 from loosestep.peers import Peers
@@ -63,12 +64,11 @@ class PlainAdapter:
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], sharing: GradientSharing) -> None:
         self._sharing = sharing
-        self._buckets = _buckets([p for p in parameters if p.requires_grad])
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
-            for p in self._bucket_of
-        ]
+        self._parameters = list(parameters)
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[torch.nn.Parameter, Bucket] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._adopt()
         self._peers: Peers | None = None
         self._launched: list[tuple[Bucket, torch.futures.Future[torch.Tensor]]] = []
         self._enabled = True
@@ -85,10 +85,36 @@ class PlainAdapter:
     def broadcast_buffers(self, wanted: bool) -> None:
         """Do nothing: a plain module broadcasts no buffers."""
 
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Refuse a step on gradients that were not shared; share those of thawed parameters."""
+        if self._peers is not None:
+            raise RuntimeError(
+                "the last backward was interrupted by an error, so gradients are only partly "
+                "shared and ranks may be out of step; restart from a checkpoint"
+            )
+        level = self._sharing.level
+        for bucket in self._adopt():
+            if level is not None and self._enabled:
+                self._sharing.wait(self._sharing.share(bucket.pack(), self._sharing.peers(level)))
+                bucket.unpack()
+
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+
+    def _adopt(self) -> list[Bucket]:
+        """Make buckets for parameters that require gradients and have none yet."""
+        new = [p for p in self._parameters if p.requires_grad and p not in self._bucket_of]
+        buckets = _buckets(new)
+        self._buckets += buckets
+        self._bucket_of |= {p: bucket for bucket in buckets for p in bucket.parameters}
+        self._hooks += [
+            p.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+            for p in new
+        ]
+        return buckets
 
     @torch.no_grad()
     def _ready(self, parameter: torch.Tensor) -> None:
@@ -110,7 +136,7 @@ class PlainAdapter:
         for bucket in self._buckets[len(self._launched) :]:
             self._launch(bucket)
         for bucket, future in self._launched:
-            future.wait()
+            self._sharing.wait(future)
             bucket.unpack()
             bucket.missing = set(bucket.parameters)
         self._launched.clear()

@@ -86,7 +86,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         """Load what ``state_dict`` returned; without a step the averager starts at 0."""
         rest = {key: value for key, value in state_dict.items() if key != "step"}
         self.optim.load_state_dict(rest)
-        step = state_dict.get("step", self.param_groups[0].get(STEP))
+        step = _saved_step(state_dict)
         if step is None:
             warnings.warn(
                 "Loaded state dict does not contain a step counter for an averager. "
@@ -163,3 +163,16 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad.div_(scale.to(parameter.grad.device))
+
+
+def _saved_step(state_dict: Mapping[str, Any]) -> int | None:
+    """Return the averager's step, which a distributed checkpoint has in the groups alone.
+
+    It is known by its parameters, which have names. Elsewhere a missing step is missing, as in
+    torch: whoever took it out means to start at 0.
+    """
+    if "step" in state_dict:
+        return int(state_dict["step"])
+    groups = state_dict["param_groups"]
+    by_name = any(isinstance(key, str) for group in groups for key in group["params"])
+    return groups[0].get(STEP) if by_name else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from typing import Any, Protocol
 
@@ -28,12 +29,18 @@ class JsonLines:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line."""
-        self._file.write(json.dumps(record) + "\n")
+        finite = {key: _finite(value) for key, value in record.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    # JSON has no infinity; most readers refuse the word.
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class TensorBoard:

@@ -45,7 +45,7 @@ class First(Stateless):
         flat = buffer.view(torch.uint8)
         work = dist.broadcast(flat, group=peers.process_group, group_src=0, async_op=True)
         sent = self.bytes_on_wire(buffer.numel(), buffer.dtype, peers.size, peers.group_rank)
-        return _Collective(work, peers, Traffic(bytes_sent=sent), suspect=0)
+        return _Collective(work, peers, Traffic(bytes_sent=sent))
 
     def bytes_on_wire(
         self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
@@ -57,25 +57,23 @@ class First(Stateless):
 class _Collective:
     """An operation of the backend under way."""
 
-    def __init__(
-        self, work: dist.Work | None, peers: Peers, traffic: Traffic, suspect: int
-    ) -> None:
+    def __init__(self, work: dist.Work | None, peers: Peers, traffic: Traffic) -> None:
         assert work is not None, "asked for with async_op=True"
         self.traffic = traffic
-        self._work, self._peers, self._suspect = work, peers, suspect
+        self._work, self._peers = work, peers
 
     def advance(self) -> None:
         """Nothing to do: the backend is on its own."""
 
     def wait(self) -> None:
-        """Wait for the backend; a collective does not say who was missing, so this is a guess."""
+        """Wait for the backend."""
         timeout, reason = self._peers.timeout, ""
         try:
             self._work.wait() if timeout is None else self._work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
         if reason:
-            raise self._peers.lost(self._suspect, reason)
+            raise self._peers.lost(None, reason)
 
 
 class _AllReduce(_Collective):
@@ -87,7 +85,7 @@ class _AllReduce(_Collective):
         if peers.weights is not None and op == dist.ReduceOp.SUM:
             buffer.mul_(peers.weights[peers.group_rank])
         work = dist.all_reduce(buffer, op, group=peers.process_group, async_op=True)
-        super().__init__(work, peers, Traffic(bytes_sent=sent), suspect=peers.others[0])
+        super().__init__(work, peers, Traffic(bytes_sent=sent))
 
     def wait(self) -> None:
         """Wait for the sum and divide."""
