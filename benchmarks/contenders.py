@@ -12,8 +12,7 @@ import torch.distributed.algorithms.model_averaging.utils as in_tree
 
 import loosestep
 from benchmarks.report import Row
-from loosestep.averagers import private_twin
-from loosestep.groups import world_group
+from loosestep.groups import private_twin, world_group
 from loosestep.wire import links
 
 Contender = Callable[[], object]

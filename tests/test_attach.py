@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -26,6 +26,7 @@ from loosestep import (
     hierarchical_sgd,
     post_local_sgd,
 )
+from loosestep.telemetry import Sink
 from loosestep.testing import RankPool
 from tests.oracle import close, equal, loss_of, make_net, sgd, snapshot
 
@@ -51,13 +52,13 @@ def all_equal(net: torch.nn.Module) -> bool:
 
 def compiled() -> tuple[bool, bool]:
     plain, optimized = make_net(), make_net()
-    fast = torch.compile(optimized, backend="aot_eager")
+    fast: Any = torch.compile(optimized, backend="aot_eager")
     first, second = sgd(plain), sgd(optimized)
     with attach(plain, first, post_local_sgd(3, warmup_steps=2, gradients=None)):
         go(plain, first, 6)
     with attach(fast, second, post_local_sgd(3, warmup_steps=2, gradients=None)):
         go(fast, second, 6)
-    return close(snapshot(plain), snapshot(optimized)), torch.isfinite(plain.gain).item()
+    return close(snapshot(plain), snapshot(optimized)), bool(torch.isfinite(plain.gain))
 
 
 def test_a_compiled_model_trains_like_a_plain_one(pool: RankPool) -> None:
@@ -135,7 +136,7 @@ def test_the_average_can_be_looked_at(pool: RankPool, buffers: str) -> None:
 
 
 def buffers_after_a_sync(policy: str) -> tuple[float, int, bool]:
-    net = torch.nn.BatchNorm1d(1)
+    net: Any = torch.nn.BatchNorm1d(1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     rank = dist.get_rank()
     with attach(net, optimizer, Strategy(schedule=every(2), buffers=policy)) as run:
@@ -337,7 +338,7 @@ def write_telemetry(folder: str) -> dict[str, Any]:
     rank = dist.get_rank()
     net = make_net()
     optimizer = sgd(net)
-    sinks = [JsonLines(f"{folder}/{rank}.jsonl"), TensorBoard(f"{folder}/tb{rank}")]
+    sinks: list[Sink] = [JsonLines(f"{folder}/{rank}.jsonl"), TensorBoard(f"{folder}/tb{rank}")]
     telemetry = Telemetry(sinks=sinks)
     strategy = post_local_sgd(2, warmup_steps=1, gradients=None)
     with attach(net, optimizer, strategy, telemetry=telemetry) as run:
@@ -379,13 +380,15 @@ def save_with_dcp(folder: str) -> tuple[int, bool]:
     with attach(net, optimizer, strategy) as run:
         go(net, optimizer, 6)
         # In mid-period every replica is its own: one entry a rank.
-        dcp.save({f"net {rank}": net.state_dict(), f"run {rank}": run}, checkpoint_id=folder)
+        state_dict_saver.save(
+            {f"net {rank}": net.state_dict(), f"run {rank}": run}, checkpoint_id=folder
+        )
         saved = snapshot(net)
         go(net, optimizer, 1, first=6)
     fresh = make_net(9)
     with attach(fresh, torch.optim.AdamW(fresh.parameters()), strategy) as run:
         target = {f"net {rank}": fresh.state_dict(), f"run {rank}": run}
-        dcp.load(target, checkpoint_id=folder)
+        state_dict_loader.load(target, checkpoint_id=folder)
         return run.clock.step, equal(snapshot(fresh), saved)
 
 

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loosestep import Cast, Mean, Native, Topology, average_
-from loosestep.averagers import average_parameters
+from loosestep import Cast, Mean, Native, Topology, average_, average_parameters
 from loosestep.averaging import Averager
 from loosestep.groups import world_group
 from loosestep.peers import peers_of
-from loosestep.testing import RankPool
+from loosestep.testing import RankPool, RecordingReducer
 from loosestep.wire import mean_into
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
@@ -190,7 +189,7 @@ def test_weights(pool: RankPool) -> None:
 
 
 def reduce_with(name: str) -> tuple[torch.Tensor, int, int]:
-    reducer = {"cast": Cast(torch.bfloat16), "native": Native(), "mean": Mean()}[name]
+    reducer: Any = {"cast": Cast(torch.bfloat16), "native": Native(), "mean": Mean()}[name]
     mine = values((4097,), torch.float32, dist.get_rank())
     traffic = average_([mine], reducer=reducer)
     said = reducer.bytes_on_wire(4097, torch.float32, dist.get_world_size(), dist.get_rank())
@@ -323,3 +322,16 @@ def remake_groups() -> list[float]:
 def test_groups_can_be_freed_and_made_again(pool: RankPool) -> None:
     """Uneven groups that are made anew find each other under a new name."""
     assert pool.run(3, remake_groups) == [[1.0] * 3] * 3
+
+
+def recorded() -> list[tuple[str, int, torch.dtype]]:
+    reducer = RecordingReducer()
+    tensors = {"a": torch.ones(3), "b": torch.ones(2, 2), "half": torch.ones(5).bfloat16()}
+    average_(list(tensors.items()), reducer=reducer)
+    return reducer.calls
+
+
+def test_small_tensors_share_a_buffer_for_each_dtype(pool: RankPool) -> None:
+    """Seven float32 numbers travel as one buffer, five bfloat16 as another."""
+    expected = [("a and 1 more", 7, torch.float32), ("half", 5, torch.bfloat16)]
+    assert pool.run(2, recorded) == [expected] * 2

@@ -216,10 +216,10 @@ ON_RANKS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "meta": (lambda: average_([torch.ones(2, device="meta")]), ["meta", "materialise"]),
     "two devices": (lambda: average_(two_devices()), ["meta"]),
     "nothing": (lambda: average_([]), ["nothing to average"]),
-    "not a tensor": (lambda: average_([4]), ["tensor", "int"]),  # type: ignore[list-item]
+    "not a tensor": (lambda: average_([4]), ["tensor", "int"]),  # type: ignore[arg-type]
     "weights": (lambda: average_([torch.ones(2)], weights=[1.0]), ["one weight", "1", "2"]),
     "not a parameter": (
-        lambda: PeriodicModelAverager(4).average_parameters([4]),  # type: ignore[list-item]
+        lambda: PeriodicModelAverager(4).average_parameters([4]),  # type: ignore[arg-type]
         ["param_groups", "int"],
     ),
     "foreign hook": (foreign_hook, ["hook", "wrap the model anew"]),

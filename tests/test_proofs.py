@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def train(recipe: str, ranks: list[int], kind: str, steps: int = STEPS) -> dict[
             optimizer.zero_grad()
             loss_of(net, dist.get_rank(), step).backward()
             optimizer.step()
-    return snapshot(net.module if kind == "ddp" else net)
+    return snapshot(getattr(net, "module", net))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -183,7 +184,7 @@ def interrupted(recipe: str, stop: int, kind: str) -> bool:
     with attach(net, optimizer, strategy) as run:
         go(net, optimizer, 0, stop)
         file = io.BytesIO()
-        parts = {"net": net, "optimizer": optimizer, "run": run}
+        parts: dict[str, Any] = {"net": net, "optimizer": optimizer, "run": run}
         torch.save({name: part.state_dict() for name, part in parts.items()}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)

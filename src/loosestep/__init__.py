@@ -13,9 +13,6 @@ from loosestep.averagers import (
     HierarchicalModelAverager,
     ModelAverager,
     PeriodicModelAverager,
-    average_parameters,
-    average_parameters_or_parameter_groups,
-    get_params_to_average,
 )
 from loosestep.averaging import Averager, average_
 from loosestep.clock import Clock
@@ -28,6 +25,11 @@ from loosestep.errors import (
 )
 from loosestep.hooks.post_local_sgd import PostLocalSGDState, post_localSGD_hook
 from loosestep.optim.post_local_sgd import PostLocalSGDOptimizer
+from loosestep.parameters import (
+    average_parameters,
+    average_parameters_or_parameter_groups,
+    get_params_to_average,
+)
 from loosestep.policies import Buffers, Initial, OptimizerState
 from loosestep.recipes import Strategy, ddp, hierarchical_sgd, post_local_sgd
 from loosestep.schedule import Schedule, Sync, after, always, every, levels

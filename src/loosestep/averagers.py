@@ -13,10 +13,9 @@ import itertools
 import logging
 import time
 import warnings
-import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypedDict, Unpack, cast
 
 import torch
@@ -26,15 +25,14 @@ from loosestep.averaging import Averager
 from loosestep.binding import Named, Progress, unique
 from loosestep.clock import Clock
 from loosestep.errors import warn_once
-from loosestep.groups import own_group, require_process_group, world_group
-from loosestep.peers import Peers, peers_of
+from loosestep.groups import own_group, private_twin, require_process_group, world_group
+from loosestep.parameters import Parameters, get_params_to_average
+from loosestep.peers import peers_of
 from loosestep.policies import Buffers, buffers_of, choose, split_floats
 from loosestep.telemetry import Telemetry
 from loosestep.wire import Reducer
 
 logger = logging.getLogger(__name__)
-
-Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
 
 class Options(TypedDict, total=False):
@@ -175,7 +173,9 @@ class ModelAverager(ABC):
     def _averager(self, group: dist.ProcessGroup, level: str) -> Averager:
         if level not in self._averagers:
             own = self._own and group is self.process_group
-            peers = _peers(private_twin(group) if own else group, level, self.timeout)
+            peers = peers_of(
+                private_twin(group) if own else group, level=level, timeout=self.timeout
+            )
             self._averagers[level] = Averager(
                 peers, reducer=self.reducer, agreements=[self._describe()]
             )
@@ -322,66 +322,6 @@ class HierarchicalModelAverager(ModelAverager):
 
     def _describe(self) -> str:
         return f"averaging every {{steps: group size}} {self._sizes} after {self.warmup_steps}"
-
-
-def average_parameters(
-    params: Iterator[torch.nn.Parameter], process_group: dist.ProcessGroup | None
-) -> None:
-    """Average all ``params`` over ``process_group`` (None: the world), in place.
-
-    A rank outside the group returns at once and changes nothing.
-    """
-    require_process_group()
-    if process_group is not None and dist.get_rank(process_group) < 0:
-        return
-    group = private_twin(world_group()) if process_group is None else process_group
-    named = unique((f"parameter {i}", parameter) for i, parameter in enumerate(params))
-    Averager(_peers(group, "group", None)).average(named)
-
-
-def get_params_to_average(params: Parameters) -> list[torch.nn.Parameter]:
-    """Return the parameters that take part: all that require a gradient.
-
-    Whether one *has* a gradient depends on what this rank's last batch happened to use, and
-    ranks that disagree about it would average different tensors with each other.
-    """
-    found: list[torch.nn.Parameter] = []
-    for item in params:
-        if isinstance(item, dict):
-            found += get_params_to_average(item["params"])
-        elif isinstance(item, torch.nn.Parameter):
-            if item.requires_grad:
-                found.append(item)
-        else:
-            raise NotImplementedError(
-                f"give parameters or an optimizer's param_groups, got {type(item).__name__}"
-            )
-    return found
-
-
-def average_parameters_or_parameter_groups(
-    params: Parameters, process_group: dist.ProcessGroup | None
-) -> None:
-    """Average a model's parameters or an optimizer's groups over ``process_group``."""
-    average_parameters(iter(get_params_to_average(params)), process_group)
-
-
-_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def private_twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a process group with the same ranks that nobody else uses; one for each group."""
-    if dist.get_world_size(group) == 1:
-        return group
-    if group not in _twins:
-        _twins[group] = own_group(tuple(dist.get_process_group_ranks(group)))
-    return _twins[group]
-
-
-def _peers(group: dist.ProcessGroup, level: str, timeout: float | None) -> Peers:
-    return peers_of(group, level=level, timeout=timeout)
 
 
 def _silence_broadcast(module: torch.nn.Module) -> None:

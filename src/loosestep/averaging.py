@@ -130,7 +130,8 @@ class Averager:
             parts = memory(named)
             statement = state([*_originals(parts, named), *counters], *self._agreements)
         except (ValueError, TypeError) as error:
-            refusal, statement = error, Statement((f"an error: {error}",))
+            refusal = error
+            statement = Statement((*self._agreements, f"an error: {error}"))
         at = Progress() if progress is None else progress
         peers = self.peers.during(Phase("agreeing what to average", step=at.step))
         headers = agree(peers, statement, at)

@@ -68,7 +68,7 @@ class Statement:
 def state(named: Sequence[Named], *agreements: str) -> Statement:
     """Return the statement about ``named`` tensors and further agreements (a schedule, say)."""
     lines = [f"{tuple(t.shape)} {_short(t.dtype)} {name!r}{_placed(t)}" for name, t in named]
-    return Statement((*agreements, f"{len(lines)} tensors", *lines))
+    return Statement((*agreements, *lines))
 
 
 def agree(peers: Peers, statement: Statement, progress: Progress | None = None) -> list[Header]:
@@ -98,7 +98,7 @@ def _explain(peers: Peers, statement: Statement) -> RankMismatch:
     stated = [tuple(json.loads(payload)) for payload in payloads]
     longest = max(len(lines) for lines in stated)
     for index in range(longest):
-        said = [lines[index] if index < len(lines) else "(nothing)" for lines in stated]
+        said = [lines[index] if index < len(lines) else "nothing more" for lines in stated]
         if len(set(said)) > 1:
             return RankMismatch(
                 f"{_me(peers)}ranks disagree about what to average on level {peers.level!r}: "

@@ -19,6 +19,9 @@ from torch.distributed import distributed_c10d as c10d
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
     weakref.WeakKeyDictionary()
 )
+_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def require_process_group() -> None:
@@ -60,6 +63,15 @@ def own_group(ranks: tuple[int, ...], timeout: float | None = None) -> dist.Proc
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def private_twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a process group with the same ranks that nobody else uses; one for each group."""
+    if dist.get_world_size(group) == 1:
+        return group
+    if group not in _twins:
+        _twins[group] = own_group(tuple(dist.get_process_group_ranks(group)))
+    return _twins[group]
 
 
 def free_group(group: dist.ProcessGroup) -> None:

@@ -15,20 +15,15 @@ rank that failed, and neither waits longer than its timeout.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
 import signal
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from types import TracebackType
@@ -36,17 +31,17 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
-__all__ = ["RankPool", "RanksFailed", "run_ranks"]
+from loosestep.peers import Peers
+from loosestep.rank_worker import Answer, Job, connect_store, work
+from loosestep.wire import Handle, Mean, Reducer
+
+__all__ = ["RankPool", "RanksFailed", "RecordingReducer", "run_ranks"]
 
 T = TypeVar("T")
 
-_HOST = "127.0.0.1"
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _START_SECONDS = 120.0  # the first start imports torch, on a busy machine slowly
 _GRACE_SECONDS = 5.0  # for the other ranks to fail too, once one has
-_PR_SET_PDEATHSIG = 1
 
 
 class RanksFailed(RuntimeError):
@@ -142,7 +137,7 @@ class RankPool:
             self._num_runs += 1
             name = f"run{self._num_runs}"
             for rank, worker in enumerate(workers):
-                worker.send(_Job(call, sys.path, name, rank, world_size, group_timeout))
+                worker.send(Job(call, sys.path, name, rank, world_size, group_timeout))
             answers = _Answers(workers, timeout, frozenset(allow_dead))
             results = answers.collect()
             clean = answers.complete and _leave_together(workers)
@@ -171,7 +166,7 @@ class RankPool:
             # It lives here and not on rank 0, so that rank 0 too may die. It serves all runs,
             # each under its own prefix: to connect, torch looks the address up, and where the
             # name server loses a packet that takes five seconds.
-            self._store = _connect_store(0, serve=True)
+            self._store = connect_store(0, serve=True)
         fresh = [_Worker(self._store.port) for _ in range(count - len(self._workers))]
         self._workers += fresh
         try:
@@ -192,45 +187,16 @@ class RankPool:
             worker.reap()
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What a worker is told to do."""
-
-    call: bytes  # pickled (body, args); opened only once `path` is in place
-    path: list[str]
-    name: str
-    rank: int
-    world_size: int
-    group_timeout: float
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What a worker says of its job: a pickled result, or a traceback."""
-
-    result: bytes = b""
-    error: str | None = None
-
-
-def _connect_store(port: int, *, serve: bool = False) -> Any:
-    """Return the store at `port`; to serve, port 0 asks for a free one."""
-    # Torch exports the name, but not in a way that a type checker sees.
-    return dist.TCPStore(_HOST, port, None, serve, wait_for_workers=False)  # type: ignore[attr-defined]
-
-
-# The parent's side.
-
-
 class _Worker:
     """A process of the pool and the pipe to it."""
 
     def __init__(self, store_port: int) -> None:
         context = multiprocessing.get_context("forkserver")
         # Forking from a process that has torch loaded starts a worker in a tenth of a second.
-        context.set_forkserver_preload(["torch", "torch.distributed", __name__])
+        context.set_forkserver_preload(["torch", "torch.distributed", work.__module__])
         self.pipe, far_end = context.Pipe()
         # Not a daemon: a body may itself start processes, such as a DataLoader's.
-        self._process: ForkServerProcess = context.Process(target=_work, args=(far_end, store_port))
+        self._process: ForkServerProcess = context.Process(target=work, args=(far_end, store_port))
         # OpenBLAS reads this on import; its threads would not survive the fork.
         with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
             self._process.start()
@@ -273,6 +239,41 @@ class _Worker:
         self._process.join()
         self._process.close()
         self.pipe.close()
+
+
+class RecordingReducer:
+    """A reducer that does what ``inner`` does and keeps a record of it.
+
+    reducer = RecordingReducer()
+    average_([torch.zeros(3)], reducer=reducer)
+    assert reducer.calls == [("tensor 0", 3, torch.float32)]
+    """
+
+    def __init__(self, inner: Reducer | None = None) -> None:
+        self.inner: Reducer = Mean() if inner is None else inner
+        self.calls: list[tuple[str, int, torch.dtype]] = []  # slot, number of elements, dtype
+
+    def start(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Handle:
+        """Note the call and hand it on."""
+        self.calls.append((slot, buffer.numel(), buffer.dtype))
+        return self.inner.start(buffer, peers, slot)
+
+    def bytes_on_wire(
+        self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
+    ) -> int:
+        """Return what ``inner`` says."""
+        return self.inner.bytes_on_wire(numel, dtype, group_size, group_rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of ``inner``; the record is not part of it."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of ``inner``."""
+        self.inner.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"RecordingReducer({self.inner!r})"
 
 
 @dataclass
@@ -338,7 +339,7 @@ class _Answers:
         except (EOFError, ConnectionResetError):
             self._bury(rank)
 
-    def _note(self, rank: int, answer: _Answer) -> None:
+    def _note(self, rank: int, answer: Answer) -> None:
         if answer.error is not None:
             self.failures[rank] = answer.error
         else:
@@ -382,85 +383,3 @@ def _pickle_or_refuse(value: object, rule: str, way_out: str) -> None:
         pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(f"{rule}, got {value!r}; {way_out} ({error})") from error
-
-
-# The worker's side.
-
-
-def _work(pipe: Connection[Any, Any], store_port: int) -> None:
-    """Do the jobs that come through `pipe` until it closes."""
-    _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    store = _connect_store(store_port)
-    gc.freeze()  # torch's own objects: not worth a look after every job
-    pipe.send("started")
-    while True:
-        try:
-            job = pipe.recv()
-        except EOFError:
-            return
-        _do(job, pipe, store)
-
-
-def _do(job: _Job, pipe: Connection[Any, Any], store: Any) -> None:
-    environment = dict(os.environ)
-    answer = _answer(job, store)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pipe.send(answer)
-    if answer.error is not None:
-        # The sockets close with the process, so peers that wait for this rank fail at once.
-        os._exit(1)
-    pipe.recv()  # All ranks are through: closing the group now disturbs nobody.
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(environment)
-    gc.collect()  # what still holds the old group goes now, not in the middle of the next job
-    pipe.send("left")
-
-
-def _answer(job: _Job, store: Any) -> _Answer:
-    try:
-        sys.path[:] = job.path
-        body, args = pickle.loads(job.call)
-        _join_group(job, store)
-        return _Answer(result=pickle.dumps(body(*args)))
-    except BaseException:  # a SystemExit from the body is a failure like any other
-        return _Answer(error=traceback.format_exc())
-
-
-def _join_group(job: _Job, store: Any) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    timeout = timedelta(seconds=job.group_timeout)
-    store.set_timeout(timeout)
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore(job.name, store),  # type: ignore[attr-defined] # as TCPStore
-        rank=job.rank,
-        world_size=job.world_size,
-        timeout=timeout,
-    )
-
-
-def _die_with_parent() -> None:
-    """Arrange for this process to be killed when the one that started the pool is gone."""
-    threading.Thread(target=_watch_parent, daemon=True).start()
-    if sys.platform != "linux":
-        return
-    # The thread cannot run while the process is stopped, so the kernel has to help: it kills
-    # this process when the forkserver ends. That one ends with the last holder of its
-    # keep-alive pipe, of which each worker is handed a copy that must not count.
-    forkserver: Any = multiprocessing.forkserver._forkserver
-    os.close(forkserver._forkserver_alive_fd)
-    forkserver._forkserver_alive_fd = None
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _watch_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os.kill(os.getpid(), signal.SIGKILL)
