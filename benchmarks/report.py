@@ -31,8 +31,8 @@ def write(name: str, rows: list[Row]) -> None:
         ratios = ", ".join(f"{ratio:.2f}x {other}" for other, ratio in row.ratios.items())
         low, high = row.spread
         print(
-            f"{row.condition:34} {row.contender:26} {row.milliseconds:10.3f} ms "
-            f"({low:.3f} to {high:.3f})  {ratios}"
+            f"{row.condition:30} {row.contender:24} {row.milliseconds:9.4g} ms "
+            f"({low:.4g} to {high:.4g})  {ratios}"
         )
     RESULTS.mkdir(exist_ok=True)
     today = datetime.date.today().isoformat()

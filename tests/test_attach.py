@@ -398,6 +398,24 @@ def test_the_handle_goes_through_a_distributed_checkpoint(pool: RankPool) -> Non
         assert pool.run(2, save_with_dcp, folder) == [(6, True)] * 2
 
 
+def on_a_subgroup() -> bool:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return True
+    net = DistributedDataParallel(make_net(), process_group=group)
+    optimizer = sgd(net)
+    with attach(net, optimizer, post_local_sgd(2, warmup_steps=1, gradients=None)) as run:
+        go(net, optimizer, 3)
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, snapshot(net), group=group)
+        return run.topology.ranks == (1, 2) and equal(*everyone)
+
+
+def test_a_ddp_module_on_a_subgroup_brings_its_ranks(pool: RankPool) -> None:
+    """Without a topology the ranks are those of the DDP module, not the world."""
+    assert pool.run(3, on_a_subgroup) == [True] * 3
+
+
 def finish_twice() -> list[int]:
     net = make_net()
     optimizer = sgd(net)

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -102,7 +103,7 @@ class Attached:
     ) -> None:
         self.model, self.optimizer, self.strategy = unwrap_compiled(model), optimizer, strategy
         self.clock, self.telemetry = Clock(), telemetry
-        self.topology = _own_topology(strategy.topology, timeout)
+        self.topology = _own_topology(strategy.topology, self.model, timeout)
         _check_levels(strategy, self.topology)
         self._averagers: dict[str, Averager] = {}
         self._clean = False  # whether no step was taken since the widest level averaged
@@ -337,10 +338,15 @@ def unwrap_compiled(model: torch.nn.Module) -> torch.nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-def _own_topology(topology: Topology | None, timeout: float | None) -> Topology:
+def _own_topology(
+    topology: Topology | None, model: torch.nn.Module, timeout: float | None
+) -> Topology:
     """Return a topology whose process groups belong to this attachment alone."""
     if topology is None:
-        return Topology.from_hosts(timeout=timeout)
+        ranks = None
+        if isinstance(model, DistributedDataParallel):
+            ranks = dist.get_process_group_ranks(model.process_group)
+        return Topology.from_hosts(ranks=ranks, timeout=timeout)
     return Topology(
         topology.levels,
         weights=topology.weights,

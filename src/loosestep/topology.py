@@ -75,21 +75,26 @@ class Topology:
         cls,
         hosts: Sequence[str] | None = None,
         *,
+        ranks: Sequence[int] | None = None,
         weights: Mapping[int, float] | Sequence[float] | None = None,
         timeout: float | None = None,
     ) -> Topology:
         """Make the levels ``host`` and ``world`` from one host name a rank.
 
-        Without ``hosts`` every rank tells its own, which is a collective call.
+        Without ``hosts`` every one of ``ranks`` (default: the world) tells its own, which is a
+        collective call.
         """
+        if ranks is None and (hosts is None or dist.is_initialized()):
+            ranks = list(_world_ranks())
         if hosts is None:
-            hosts = _gather_hosts(timeout)
-        ranks = list(_world_ranks()) if dist.is_initialized() else list(range(len(hosts)))
+            assert ranks is not None
+            hosts = _gather_hosts(tuple(ranks), timeout)
+        ranks = list(range(len(hosts))) if ranks is None else list(ranks)
         if len(hosts) != len(ranks):
             raise ValueError(f"give one host name a rank: got {len(hosts)} for {len(ranks)} ranks")
-        by_host = {
-            name: [r for r, h in zip(ranks, hosts, strict=True) if h == name] for name in hosts
-        }
+        by_host: dict[str, list[int]] = {}
+        for rank, host in zip(ranks, hosts, strict=True):
+            by_host.setdefault(host, []).append(rank)
         return cls({"host": by_host.values(), "world": [ranks]}, weights=weights, timeout=timeout)
 
     @classmethod
@@ -205,10 +210,9 @@ def _inner_size(mesh: DeviceMesh, dim: int) -> int:
     return size
 
 
-def _gather_hosts(timeout: float | None) -> list[str]:
-    ranks = tuple(_world_ranks())
+def _gather_hosts(ranks: tuple[int, ...], timeout: float | None) -> list[str]:
     group = None if len(ranks) == 1 else own_group(ranks, timeout)
-    everyone = Peers(group, ranks, dist.get_rank(), "world", None, timeout)
+    everyone = Peers(group, ranks, ranks.index(_my_rank()), "world", None, timeout)
     hosts = [name.decode() for name in everyone.exchange(host_key().encode())]
     if group is not None:
         free_group(group)

@@ -27,6 +27,8 @@ SLOTS = 64  # buffers that may be under way at once
 OFFERED, REDUCED, TAKEN, FIRST_ADDRESS = 0, 1, 2, 3  # the columns of a row
 COLUMNS = FIRST_ADDRESS + SLOTS
 PROBE_SECONDS = 0.02  # how often a waiting rank looks whether its neighbours live
+SPIN_SECONDS = 0.002  # how long it only yields its core: longer than neighbours usually differ
+NAP_SECONDS = 0.0002  # then it sleeps between looks, and leaves the core to those it waits for
 
 Row = ctypes.c_int64 * COLUMNS
 _kept: list[object] = []  # boards are never freed: a peer that gave up late may still write
@@ -47,7 +49,7 @@ class Board:
     def __init__(self, group_size: int) -> None:
         self.rows = (Row * group_size)()
         self.neighbours: dict[int, Neighbour] = {}
-        self.next_slot = 0
+        self.started = self.released = 0  # exchanges so far
         _kept.append(self.rows)
 
     def row_address(self, member: int) -> int:
@@ -67,18 +69,19 @@ class Board:
         row = self.rows[member]
         if row[column] >= value:
             return
-        deadline = time.monotonic() + peers.seconds
-        probe_at = time.monotonic() + PROBE_SECONDS
+        began = time.monotonic()
+        probe_at = began + PROBE_SECONDS
         while row[column] < value:
             now = time.monotonic()
-            if now > deadline:
+            if now - began > peers.seconds:
                 raise peers.lost(member, f"no answer within {peers.seconds:g} s")
             if now > probe_at:
                 self._look_round(peers)
                 probe_at = now + PROBE_SECONDS
-                time.sleep(0.0002)
-            else:
+            if now - began < SPIN_SECONDS:
                 os.sched_yield()
+            else:
+                time.sleep(NAP_SECONDS)
 
     def _look_round(self, peers: Peers) -> None:
         """Raise if any neighbour is gone: the one that I wait for may wait for the dead one."""
@@ -95,7 +98,9 @@ class MemoryExchange:
     def __init__(self, task: Task, board: Board) -> None:
         self.members = sorted(board.neighbours)
         self._task, self._board = task, board
-        self._count = board.next_slot = board.next_slot + 1
+        board.started += 1
+        self._count = board.started
+        assert board.started - board.released <= SLOTS, "too many buffers under way at once"
         self._column = FIRST_ADDRESS + self._count % SLOTS
         for member in self.members:
             board.tell(task.peers, member, self._column, task.buffer.data_ptr())
@@ -124,6 +129,7 @@ class MemoryExchange:
     def release(self) -> None:
         """Return when the neighbours have taken my result."""
         self._wait(TAKEN)
+        self._board.released += 1
 
     def _copy(self, member: int, start: int, into: torch.Tensor) -> torch.Tensor:
         neighbour, size = self._board.neighbours[member], into.element_size()
