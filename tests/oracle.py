@@ -85,7 +85,7 @@ def train_replicas(
         level = strategy.schedule(step + 1).parameters
         if level is not None:
             for group in topology.levels[level]:
-                _average([nets[rank] for rank in group])
+                average([nets[rank] for rank in group])
     return nets
 
 
@@ -97,7 +97,8 @@ def _share_gradients(nets: list[Net]) -> None:
 
 
 @torch.no_grad()
-def _average(nets: list[Net]) -> None:
+def average(nets: list[Net]) -> None:
+    """Give all nets the exact mean of parameters and float buffers, and the largest count."""
     for same in zip(*(net.parameters() for net in nets), strict=True):
         mean = exact_mean([p.detach() for p in same])
         for parameter in same:

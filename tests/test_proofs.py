@@ -20,9 +20,11 @@ from loosestep import (
     every,
     hierarchical_sgd,
     post_local_sgd,
+    recipes,
 )
 from loosestep.testing import RankPool
 from tests.oracle import (
+    average,
     close,
     equal,
     loss_of,
@@ -59,6 +61,11 @@ RECIPES: dict[str, Make] = {
     "local_sgd": make_local,
     "hierarchical_sgd": make_hierarchical,
 }
+
+
+def test_every_recipe_is_proved() -> None:
+    """A recipe that is added must be added here."""
+    assert set(recipes.RECIPES) <= set(RECIPES)
 
 
 def pairs(ranks: list[int]) -> Topology:
@@ -292,8 +299,6 @@ def test_finalize_averages_the_tail(pool: RankPool) -> None:
     strategy = make_local(topology)
     nets = train_replicas(strategy, topology, 6)
     expected = copy.deepcopy(nets[0])
-    from tests.oracle import _average
-
     replicas = [expected, nets[1], nets[2]]
-    _average(replicas)
+    average(replicas)
     assert all(equal(result, snapshot(expected)) for result in results)
