@@ -113,6 +113,9 @@ class Odd:
     def parameter_levels(self) -> frozenset[str]:
         return frozenset()
 
+    def chains(self) -> list[tuple[str, ...]]:
+        return []
+
 
 def test_a_part_without_a_repr_is_refused() -> None:
     """Ranks compare strategies by their text, which must not hold an address."""
@@ -169,12 +172,26 @@ def twice() -> None:
         attach(module, optimizer, ddp())
 
 
+def twice_plain() -> None:
+    module = net()
+    optimizer = sgd(module)
+    with attach(module, optimizer, ddp()):
+        attach(module, optimizer, ddp())
+
+
 ON_RANKS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "periodic 0": (lambda: PeriodicModelAverager(0), ["period", "0"]),
     "periodic warm-up": (lambda: PeriodicModelAverager(2, -1), ["warmup_steps", "-1"]),
     "hierarchical empty": (lambda: HierarchicalModelAverager({}), ["empty"]),
     "hierarchical none": (lambda: HierarchicalModelAverager(), ["empty", "None"]),
-    "hierarchical 0": (lambda: HierarchicalModelAverager({0: 1, 4: 2}), [">= 1", "[0, 4]"]),
+    "hierarchical 0": (lambda: HierarchicalModelAverager({0: 1, 4: 2}), [">= 1", "got 0"]),
+    "periodic a float": (lambda: PeriodicModelAverager(2.5), ["whole", "2.5"]),  # type: ignore[arg-type]
+    "levels out of order": (
+        lambda: attach_to(net(), hierarchical_sgd({"world": 4, "host": 8})),
+        ["narrow to wide", "['host', 'world']"],
+    ),
+    "optimizer attached twice": (twice_plain, ["attached already", "detach"]),
+    "weight 0, average": (lambda: average_([torch.ones(2)], weights=[0.0, 1.0]), ["> 0"]),
     "hierarchical order": (
         lambda: HierarchicalModelAverager({8: 1, 2: 2}),
         ["grow", "[8, 2]", "[2, 8]"],

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from loosestep import Clock, Sync, Topology, after, always, every, levels, post_local_sgd
 from loosestep.flat import Pool, pack, slices, unpack, windows
 from loosestep.schedule import next_sync
-from loosestep.testing import RankPool
+from loosestep.testing import RankPool, run_ranks
 
 
 def test_a_clock_counts_and_resumes() -> None:
@@ -146,10 +146,10 @@ def mesh_levels() -> dict[str, tuple[tuple[int, ...], ...]]:
     return Topology.from_mesh(mesh).levels
 
 
-def test_levels_of_a_mesh(pool: RankPool) -> None:
+def test_levels_of_a_mesh() -> None:
     """A 2 x 2 mesh gives pairs of neighbours and the whole."""
     expected = {"shard": ((0, 1), (2, 3)), "replicate": ((0, 1, 2, 3),)}
-    assert pool.run(4, mesh_levels) == [expected] * 4
+    assert run_ranks(4, mesh_levels) == [expected] * 4
 
 
 def real_hosts() -> tuple[tuple[int, ...], float]:

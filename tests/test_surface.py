@@ -33,11 +33,11 @@ post_localSGD_hook post_local_sgd
 # A module imports only what stands above it. Parameters go attach -> averagers -> averaging ->
 # wire -> flat; gradients go attach -> hooks -> wire -> flat.
 FLOW = """
-errors clock places groups schedule policies peers flat binding replicas topology
+errors clock places blame groups schedule peers tensors policies flat binding replicas topology
 wire.exchange wire.reducer wire.sockets wire.memory wire.links wire.mean wire.native wire.cast wire
 telemetry.sinks telemetry.record telemetry
 averaging parameters averagers
-hooks hooks.gradients hooks.ddp hooks.plain hooks.fsdp hooks.post_local_sgd
+hooks hooks.adapters hooks.gradients hooks.ddp hooks.plain hooks.fsdp hooks.post_local_sgd
 optim optim.idle optim.post_local_sgd
 recipes scaling attach
 """.split()

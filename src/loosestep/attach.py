@@ -8,20 +8,23 @@ after it        the clock ticks, the schedule says which level averages, it aver
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from loosestep.averaging import Agreed, Averager
-from loosestep.binding import Named, Progress, Statement, agree, same_shard, unique
+from loosestep.binding import Progress
 from loosestep.clock import Clock
 from loosestep.errors import NotAttachable
 from loosestep.groups import require_process_group
+from loosestep.hooks.adapters import Adapter, Together
 from loosestep.hooks.ddp import DDPAdapter
 from loosestep.hooks.fsdp import FSDPAdapter, mesh_ranks
 from loosestep.hooks.gradients import GradientSharing
@@ -35,29 +38,20 @@ from loosestep.policies import (
     buffers_of,
     optimizer_state_of,
     split_floats,
+    unwrap_compiled,
 )
 from loosestep.recipes import Strategy
-from loosestep.replicas import fingerprints
 from loosestep.scaling import ScalerWatch
 from loosestep.schedule import next_sync
 from loosestep.telemetry import Telemetry
+from loosestep.tensors import Named, holders_of, unique
 from loosestep.topology import Topology
 from loosestep.wire import Traffic
 
 VERSION = 1
 
 
-class Adapter(Protocol):
-    """How a kind of module hands out its gradients."""
-
-    def broadcast_buffers(self, wanted: bool) -> None:
-        """Allow or forbid the framework's own broadcast of buffers."""
-
-    def before_step(self) -> None:
-        """Make sure that gradients are shared as they should be."""
-
-    def close(self) -> None:
-        """Leave the module as it was."""
+_attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def attach(
@@ -107,19 +101,30 @@ class Attached:
         _check_levels(strategy, self.topology)
         self._averagers: dict[str, Averager] = {}
         self._clean = False  # whether no step was taken since the widest level averaged
-        self._agree_at_start()
+        self._idle = False  # whether this step only creates optimizer state
         self._sharing = GradientSharing(
             self.clock, strategy.schedule, self.topology.peers, telemetry
         )
-        self._adapter = self._make_adapter()
-        self._idle = False
+        try:
+            self._agree_at_start()
+            self._adapter = self._make_adapter()
+        except BaseException:
+            self.topology.close()
+            raise
+        self._hook(scaler)
+
+    def _hook(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Begin to act on the optimizer's steps."""
         self._step_hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            self.optimizer.register_step_pre_hook(self._before_step),
+            self.optimizer.register_step_post_hook(self._after_step),
         ]
         self._scaler = None
         if scaler is not None:
-            self._scaler = ScalerWatch(scaler, optimizer, self._gradient_peers, self._step_done)
+            self._scaler = ScalerWatch(
+                scaler, self.optimizer, self._gradient_peers, self._step_done
+            )
+        _attached.add(self.optimizer)
         self._follow_gradients()
 
     # What users call.
@@ -131,14 +136,19 @@ class Attached:
         syncs with its own last parameters until all have come here. (Where gradients are shared
         at every step there is nothing to answer with; give all ranks the same number of batches.)
         """
-        if not self.strategy.schedule.parameter_levels():
+        schedule = self.strategy.schedule
+        if not schedule.parameter_levels():
             return
-        step, level, done = self.clock.step, "", False
-        while not (done and level == self._widest):
-            upcoming = next_sync(self.strategy.schedule, step)
-            assert upcoming is not None, "the schedule has averaging levels"
+        step, widest = self.clock.step, self._widest
+        comes_again = next_sync(schedule, step, widest) is not None
+        while (upcoming := next_sync(schedule, step)) is not None:
             step, level = upcoming
             done = self._sync(level, step, final=True)
+            if done and level == widest:
+                return
+            if done and not comes_again:
+                break
+        self._sync(widest, step, final=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return clock and reducer state as plain data: no process groups, nothing to unpickle."""
@@ -171,12 +181,12 @@ class Attached:
         Training is not disturbed: afterwards every rank has its own parameters again. Needs one
         copy of the model, and all ranks must enter together.
         """
-        named, counters = self._tensors()
+        named, counters = self._weights()
         touched = unique([*named, *counters, *buffers_of(self.model)])
         kept = [(tensor, tensor.detach().clone()) for _, tensor in touched]
         averager = self._averager(self._widest)
-        self._average(averager, averager.agree(named, counters, Progress(self.clock.step)))
         try:
+            self._average(averager, averager.agree(named, counters, Progress(self.clock.step)))
             yield
         finally:
             with torch.no_grad():
@@ -185,11 +195,7 @@ class Attached:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Keep gradients local inside the block: for all micro-batches but the last."""
-        if isinstance(self._adapter, PlainAdapter):
-            return self._adapter.no_sync()
-        if isinstance(self.model, DistributedDataParallel):
-            return self.model.no_sync()
-        return nullcontext()
+        return self._adapter.no_sync()
 
     def detach(self) -> None:
         """Take every hook away and free the process groups; safe to call twice."""
@@ -197,6 +203,7 @@ class Attached:
             return
         while self._step_hooks:
             self._step_hooks.pop().remove()
+        _attached.discard(self.optimizer)
         self._adapter.close()
         if self._scaler is not None:
             self._scaler.close()
@@ -270,13 +277,17 @@ class Attached:
     def _parameters(self) -> list[Named]:
         return unique((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
 
-    def _tensors(self) -> tuple[list[Named], list[Named]]:
-        """Return what is averaged and what takes the largest value."""
-        named = self._parameters()
+    def _weights(self) -> tuple[list[Named], list[Named]]:
+        """Return what of the model is averaged, and what takes the largest value."""
+        floats: list[Named] = []
         counters: list[Named] = []
         if self.strategy.buffers is Buffers.MEAN:
             floats, counters = split_floats(buffers_of(self.model))
-            named = [*named, *floats]
+        return [*self._parameters(), *floats], counters
+
+    def _tensors(self) -> tuple[list[Named], list[Named]]:
+        """Return the same with the optimizer's state, where that is averaged too."""
+        named, counters = self._weights()
         if self.strategy.optimizer_state is OptimizerState.AVERAGE:
             names = {parameter: name for name, parameter in self._parameters()}
             shaped, steps = optimizer_state_of(self.optimizer, names)
@@ -288,7 +299,7 @@ class Attached:
             self._averagers[level] = Averager(
                 self.topology.peers(level),
                 reducer=self.strategy.reducer,
-                agreements=[self.strategy.describe(), self.topology.describe()],
+                agreements=[self.topology.describe(), self.strategy.describe()],
                 subset=lambda ranks: self.topology.subset(level, ranks),
             )
         return self._averagers[level]
@@ -297,19 +308,29 @@ class Attached:
 
     def _agree_at_start(self) -> None:
         averager = self._averager(self.topology.widest)
-        averager.agree(self._parameters())
-        everything = [*self._parameters(), *buffers_of(self.model)]
+        averager.agree(*self._weights())
+        for level in self.topology.levels:  # now, and not in the middle of a backward
+            self.topology.peers(level)
+        everything = [*unique(self.model.named_parameters()), *buffers_of(self.model)]
         if self.strategy.initial is Initial.BROADCAST:
             averager.broadcast(everything)
         elif self.strategy.initial is Initial.REFUSE:
-            agree(averager.peers, Statement(tuple(fingerprints(everything))))
+            averager.compare(everything)
 
     def _make_adapter(self) -> Adapter:
         if isinstance(self.model, DistributedDataParallel):
             return DDPAdapter(self.model, self._sharing)
+        parameters = list(self.model.parameters())
+        whole = [p for p in parameters if not isinstance(p, DTensor)]
         if any(isinstance(part, FSDPModule) for part in self.model.modules()):
-            return FSDPAdapter(self.model, self._sharing, self._levels_beyond_mesh())
-        return PlainAdapter(self.model.parameters(), self._sharing)
+            fsdp = FSDPAdapter(self.model, self._sharing, self._levels_beyond_mesh())
+            return Together([fsdp, PlainAdapter(whole, self._sharing)]) if whole else fsdp
+        if len(whole) < len(parameters) and self.strategy.schedule.gradient_levels():
+            raise NotAttachable(
+                "gradients of DTensors are shared for FSDP2 modules only; wrap the model with "
+                "fully_shard, or let gradients stay local with gradients=None"
+            )
+        return PlainAdapter(whole, self._sharing)
 
     def _levels_beyond_mesh(self) -> dict[str, Peers]:
         """Return, for every gradient level wider than the shard mesh, who holds the same shard."""
@@ -324,18 +345,13 @@ class Attached:
                     "choose a level that holds whole meshes"
                 )
             if set(members) > set(mesh):
-                holders = same_shard(self.topology.peers(level), key)
-                wider[level] = self.topology.subset(level, holders)
+                holders = holders_of(self.topology.peers(level), key)
+                wider[level] = self.topology.subset(level, holders.mine)
         return wider
 
     def _gradient_peers(self) -> Peers | None:
         level = self.strategy.schedule(self.clock.step).gradients
         return None if level is None else self.topology.peers(level)
-
-
-def unwrap_compiled(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside ``torch.compile``'s wrapper: it holds the parameters."""
-    return getattr(model, "_orig_mod", model)
 
 
 def _own_topology(
@@ -363,13 +379,21 @@ def _check_arguments(model: object, optimizer: object, strategy: object) -> None
         raise TypeError(
             f"strategy must be one such as post_local_sgd(period=8), got {type(strategy).__name__}"
         )
+    if optimizer in _attached:
+        raise NotAttachable("this optimizer is attached already; detach() it first")
 
 
 def _check_levels(strategy: Strategy, topology: Topology) -> None:
-    named = strategy.schedule.gradient_levels() | strategy.schedule.parameter_levels()
-    for level in sorted(named):
-        if level not in topology.levels:
+    schedule, known = strategy.schedule, list(topology.levels)
+    for level in sorted(schedule.gradient_levels() | schedule.parameter_levels()):
+        if level not in known:
             raise ValueError(
                 f"the schedule names the level {level!r}, which the topology does not have; "
-                f"it has {list(topology.levels)}"
+                f"it has {known}"
+            )
+    for chain in schedule.chains():
+        if list(chain) != sorted(chain, key=known.index):
+            raise ValueError(
+                f"a schedule must name its levels from narrow to wide: it has {list(chain)}, the "
+                f"topology {known}; give them as {sorted(chain, key=known.index)}"
             )

@@ -20,16 +20,18 @@ from typing import Any, TypedDict, Unpack, cast
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from loosestep.averaging import Averager
-from loosestep.binding import Named, Progress, unique
+from loosestep.binding import Progress, Statement, agree
 from loosestep.clock import Clock
 from loosestep.errors import warn_once
 from loosestep.groups import own_group, private_twin, require_process_group, world_group
 from loosestep.parameters import Parameters, get_params_to_average
 from loosestep.peers import peers_of
-from loosestep.policies import Buffers, buffers_of, choose, split_floats
+from loosestep.policies import Buffers, buffers_of, choose, split_floats, unwrap_compiled
 from loosestep.telemetry import Telemetry
+from loosestep.tensors import Named, unique
 from loosestep.wire import Reducer
 
 logger = logging.getLogger(__name__)
@@ -64,7 +66,8 @@ class ModelAverager(ABC):
             )
         self.process_group = world_group() if process_group is None else process_group
         self.clock = options.get("clock") or Clock()
-        self.module = options.get("module")
+        module = options.get("module")
+        self.module = None if module is None else unwrap_compiled(module)
         self.reducer = options.get("reducer")
         self.buffers = choose(Buffers, options.get("buffers", Buffers.MEAN))
         self.telemetry = options.get("telemetry") or Telemetry()
@@ -83,6 +86,7 @@ class ModelAverager(ABC):
     def step(self, value: int) -> None:
         self.clock.step = value
         self._synced_step = -1  # what was averaged before says nothing about the step jumped to
+        self._follow_broadcast()
 
     @abstractmethod
     def average_parameters(self, params: Parameters) -> None:
@@ -106,6 +110,7 @@ class ModelAverager(ABC):
         """Continue where ``state_dict`` was taken."""
         self.clock.load_state_dict(state_dict)
         self._synced_step = state_dict.get("synced_step", -1)
+        self._follow_broadcast()
         if self.reducer is not None:
             self.reducer.load_state_dict(state_dict.get("reducer", {}))
 
@@ -113,6 +118,7 @@ class ModelAverager(ABC):
         """Copy the count and share the rest: process groups cannot be copied."""
         clone = copy.copy(self)
         clone.clock = copy.deepcopy(self.clock, memo)
+        clone.module = memo.get(id(self.module), self.module)
         return clone
 
     def __copy__(self) -> ModelAverager:
@@ -124,7 +130,8 @@ class ModelAverager(ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process, so that pickles work."""
         state = self.__dict__.copy()
-        state.update(_averagers={}, _checked=False, process_group=None, module=None)
+        state.update(_averagers={}, _checked=False, process_group=None)
+        state["telemetry"] = Telemetry()  # sinks are open files
         state["_ranks"] = dist.get_process_group_ranks(self.process_group)
         return state
 
@@ -137,6 +144,17 @@ class ModelAverager(ABC):
     def _describe(self) -> str:
         """Return what must be equal on all ranks besides the parameters."""
         return type(self).__name__
+
+    @property
+    def _first_due(self) -> int:
+        """The first call that averages: from then on replicas differ between averages."""
+        return 0
+
+    def _follow_broadcast(self, *, local: bool | None = None) -> None:
+        """Stop DDP's broadcast of buffers once averaging has begun: they have a policy then."""
+        local = self.step > self._first_due if local is None else local
+        if local and isinstance(self.module, DistributedDataParallel):
+            self.module.forward_sync_buffers = False
 
     def _check_once(self, params: list[Any]) -> None:
         """Compare parameters and schedule over the whole group, at the first call."""
@@ -160,8 +178,7 @@ class ModelAverager(ABC):
         counters: list[Named] = []
         averager, began = self._averager(group, level), time.perf_counter()
         buffers = [] if self.module is None else buffers_of(self.module)
-        if self.module is not None:
-            _silence_broadcast(self.module)
+        self._follow_broadcast(local=True)
         if self.buffers is Buffers.MEAN:
             floats, counters = split_floats(buffers)
             named = [*named, *floats]
@@ -173,9 +190,8 @@ class ModelAverager(ABC):
     def _averager(self, group: dist.ProcessGroup, level: str) -> Averager:
         if level not in self._averagers:
             own = self._own and group is self.process_group
-            peers = peers_of(
-                private_twin(group) if own else group, level=level, timeout=self.timeout
-            )
+            chosen = private_twin(group, self.timeout) if own else group
+            peers = peers_of(chosen, level=level, timeout=self.timeout)
             self._averagers[level] = Averager(
                 peers, reducer=self.reducer, agreements=[self._describe()]
             )
@@ -232,6 +248,10 @@ class PeriodicModelAverager(ModelAverager):
                 self._synced_step = step
         clock.step = step + 1
 
+    @property
+    def _first_due(self) -> int:
+        return self.warmup_steps
+
     def _describe(self) -> str:
         return f"averaging every {self.period} steps after {self.warmup_steps}"
 
@@ -268,6 +288,7 @@ class HierarchicalModelAverager(ModelAverager):
         self._periods = list(period_group_size_dict)
         if self._periods[-1] == 1:
             _warn_period_one("the largest period of period_group_size_dict")
+        self._agree_on_groups()
         self.period_process_group_dict: OrderedDict[int, dist.ProcessGroup] = OrderedDict(
             (period, self._group_of(size, ranks)) for period, size in self._sizes.items()
         )
@@ -295,6 +316,12 @@ class HierarchicalModelAverager(ModelAverager):
                     return period
         return 0
 
+    def _agree_on_groups(self) -> None:
+        """Compare the sizes before groups are made: ranks that differ would wait for each other."""
+        if len(set(self._sizes.values())) > 1 and dist.get_rank(self.process_group) >= 0:
+            peers = self._averager(self.process_group, "first").peers
+            agree(peers, Statement((self._describe(),)))
+
     def _group_of(self, size: int, ranks: list[int]) -> dist.ProcessGroup:
         if size == len(ranks):
             return self.process_group
@@ -320,14 +347,12 @@ class HierarchicalModelAverager(ModelAverager):
             (period, self._group_of(size, ranks)) for period, size in self._sizes.items()
         )
 
+    @property
+    def _first_due(self) -> int:
+        return min(-(-self.warmup_steps // period) * period for period in self._periods)
+
     def _describe(self) -> str:
         return f"averaging every {{steps: group size}} {self._sizes} after {self.warmup_steps}"
-
-
-def _silence_broadcast(module: torch.nn.Module) -> None:
-    """Once averaging has begun, buffers have a policy: DDP must not broadcast them as well."""
-    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-        module.forward_sync_buffers = False
 
 
 def _check_warmup(warmup_steps: int) -> int:
@@ -337,15 +362,17 @@ def _check_warmup(warmup_steps: int) -> int:
 
 
 def _check_period(period: int) -> int:
-    if period < 1:
-        raise ValueError(f"period must be >= 1, got {period}; 4 averages at every fourth step")
+    if not isinstance(period, int) or period < 1:
+        raise ValueError(
+            f"a period must be a whole number >= 1, got {period}; 4 averages at every 4th step"
+        )
     return period
 
 
 def _check_hierarchy(sizes: Mapping[int, int], total: int) -> None:
     periods, members = list(sizes), list(sizes.values())
-    if min(periods) < 1:
-        raise ValueError(f"every period must be >= 1, got {periods}")
+    for period in periods:
+        _check_period(period)
     if periods != sorted(periods):
         raise ValueError(
             f"periods must grow, got {periods}: a smaller period behind a larger one would never "

@@ -15,22 +15,21 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from loosestep.binding import (
-    Header,
+from loosestep.binding import Header, Progress, Statement, agree, state
+from loosestep.flat import STAGING, WINDOW_BYTES, Window, pack, unpack, windows
+from loosestep.groups import own_subgroup, private_twin, require_process_group, world_group
+from loosestep.peers import Peers, Phase, peers_of
+from loosestep.replicas import fingerprints
+from loosestep.tensors import (
+    Holders,
     Named,
-    Progress,
-    Statement,
-    agree,
     check_averageable,
+    holders_of,
     memory,
-    same_shard,
     shard_key,
-    state,
     unique,
 )
-from loosestep.flat import STAGING, WINDOW_BYTES, Window, pack, unpack, windows
-from loosestep.groups import own_group, require_process_group, world_group
-from loosestep.peers import Peers, Phase, peers_of
+from loosestep.topology import check_weights
 from loosestep.wire import Handle, Mean, Native, Reducer, Traffic
 from loosestep.wire.native import First
 
@@ -58,15 +57,12 @@ def average_(
     """
     require_process_group()
     named = unique(with_names(tensors))
-    process_group = world_group() if group is None else group
+    process_group = private_twin(world_group(), timeout) if group is None else group
     if dist.get_rank(process_group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; only members may average")
-    chosen = None if weights is None else tuple(map(float, weights))
-    if chosen is not None and len(chosen) != dist.get_world_size(process_group):
-        raise ValueError(
-            f"give one weight a rank: got {len(chosen)} for "
-            f"{dist.get_world_size(process_group)} ranks"
-        )
+    ranks = tuple(dist.get_process_group_ranks(process_group))
+    checked = check_weights(weights, ranks)
+    chosen = None if checked is None else tuple(checked.values())
     peers = peers_of(process_group, weights=chosen, timeout=timeout)
     return Averager(peers, reducer=reducer).average(named)
 
@@ -111,7 +107,7 @@ class Averager:
         self.reducer: Reducer = Mean() if reducer is None else reducer
         self._agreements = (*agreements, f"reducer {self.reducer!r}", f"weights {peers.weights}")
         self._subset = subset or (lambda ranks: _own_peers(peers, ranks))
-        self._shards: dict[str, Peers] = {"": peers}
+        self._shards: dict[str, tuple[Holders, Peers]] = {}
 
     def agree(
         self,
@@ -127,6 +123,7 @@ class Averager:
         parts: list[Named] = []
         try:
             check_averageable(named)
+            self._check_device(named[0][1].device)
             parts = memory(named)
             statement = state([*_originals(parts, named), *counters], *self._agreements)
         except (ValueError, TypeError) as error:
@@ -137,12 +134,12 @@ class Averager:
         headers = agree(peers, statement, at)
         if refusal is not None:
             raise refusal
-        keys = {name: shard_key(tensor) for name, tensor in named}
-        return Agreed(parts, tuple(counters), keys, headers, at.step)
+        return Agreed(parts, tuple(counters), _shard_keys(named), headers, at.step)
 
     @torch.no_grad()
     def start(self, agreed: Agreed) -> Averaging:
         """Launch the mean of what was agreed, and the maximum of its counters."""
+        self._check_shards(agreed)
         largest = (agreed.counters, self.peers)
         return Averaging(self._jobs(agreed), self.reducer, largest=largest, step=agreed.step)
 
@@ -155,26 +152,56 @@ class Averager:
     @torch.no_grad()
     def broadcast(self, named: Sequence[Named]) -> Traffic:
         """Give every rank the first rank's values, in place; any dtype will do."""
+        jobs = self._jobs(self._agree_on(named, "agreeing what to broadcast"))
+        return Averaging(jobs, First()).finish()
+
+    @torch.no_grad()
+    def compare(self, named: Sequence[Named]) -> None:
+        """Raise ``RankMismatch`` on every rank unless all hold the same values."""
+        phase = Phase("comparing replicas")
+        for key, group in _by_shard(self._agree_on(named, "agreeing what to compare")).items():
+            _, peers = self._shard(key)
+            agree(peers.during(phase), Statement(tuple(fingerprints(group))))
+
+    def _agree_on(self, named: Sequence[Named], verb: str) -> Agreed:
+        """Compare names, shapes and dtypes, whatever they are."""
         parts = memory(named)
         statement = state(_originals(parts, named), *self._agreements)
-        headers = agree(self.peers.during(Phase("agreeing what to broadcast")), statement)
-        keys = {name: shard_key(tensor) for name, tensor in named}
-        return Averaging(self._jobs(Agreed(parts, (), keys, headers, 0)), First()).finish()
+        headers = agree(self.peers.during(Phase(verb)), statement)
+        return Agreed(parts, (), _shard_keys(named), headers, 0)
+
+    def _check_device(self, device: torch.device) -> None:
+        if self.peers.size > 1 and self.peers.device_for(device) != device:
+            raise ValueError(
+                f"the process group cannot move tensors on {device}; give one whose backend can, "
+                "such as init_process_group('cpu:gloo,cuda:nccl')"
+            )
+
+    def _check_shards(self, agreed: Agreed) -> None:
+        for key in _by_shard(agreed):
+            holders, _ = self._shard(key)
+            if key and not holders.can_average:
+                raise ValueError(
+                    f"level {self.peers.level!r} (ranks {list(self.peers.global_ranks)}) must hold "
+                    f"every shard on several ranks, got {holders.by_shard}; a level inside the "
+                    "shard mesh cannot average: choose one that spans whole meshes"
+                )
 
     def _jobs(self, agreed: Agreed) -> list[tuple[Window, Peers]]:
-        by_shard: dict[str, list[Named]] = {}
-        for name, local in agreed.parts:
-            by_shard.setdefault(agreed.shard_keys[name], []).append((name, local))
         return [
-            (window, self._peers_of_shard(key))
-            for key, group in by_shard.items()
+            (window, self._shard(key)[1])
+            for key, group in _by_shard(agreed).items()
             for window in windows(group, self._window_bytes)
         ]
 
-    def _peers_of_shard(self, key: str) -> Peers:
-        """Return the ranks of this group that hold the same shard; the first call is collective."""
+    def _shard(self, key: str) -> tuple[Holders, Peers]:
+        """Return who of this group holds the same shard; the first call is collective."""
+        if key == "":
+            whole = self.peers.global_ranks
+            return Holders({"": whole}, whole), self.peers
         if key not in self._shards:
-            self._shards[key] = self._subset(same_shard(self.peers, key))
+            holders = holders_of(self.peers, key)
+            self._shards[key] = (holders, self._subset(holders.mine))
         return self._shards[key]
 
 
@@ -247,6 +274,18 @@ def _stage(window: Window) -> torch.Tensor:
     return pack(window, STAGING.take(window.numel, window.dtype, window.device))
 
 
+def _shard_keys(named: Sequence[Named]) -> dict[str, str]:
+    return {name: shard_key(tensor) for name, tensor in named}
+
+
+def _by_shard(agreed: Agreed) -> dict[str, list[Named]]:
+    """Group the parts by the shard that this rank holds of them; empty parts count."""
+    groups: dict[str, list[Named]] = {}
+    for name, local in agreed.parts:
+        groups.setdefault(agreed.shard_keys[name], []).append((name, local))
+    return groups
+
+
 def _originals(parts: Sequence[Named], named: Sequence[Named]) -> list[Named]:
     """Return the tensors that ``parts`` are the memory of: their shape is the global one."""
     kept = {name for name, _ in parts}
@@ -254,10 +293,10 @@ def _originals(parts: Sequence[Named], named: Sequence[Named]) -> list[Named]:
 
 
 def _own_peers(peers: Peers, ranks: tuple[int, ...]) -> Peers:
-    """Return the peers among ``ranks``, with a process group made for them."""
+    """Return the peers among ``ranks``, with a process group made for them once."""
     me = peers.global_ranks[peers.group_rank]
     weights = peers.weights
     if weights is not None:
         weights = tuple(weights[peers.global_ranks.index(rank)] for rank in ranks)
-    group = own_group(ranks, peers.timeout)
+    group = own_subgroup(peers.process_group, ranks, peers.timeout)
     return Peers(group, ranks, ranks.index(me), peers.level, weights, peers.timeout)

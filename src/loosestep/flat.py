@@ -101,17 +101,20 @@ def windows(
     """
     finished: list[Window] = []
     open_pieces: dict[tuple[torch.dtype, torch.device], list[Piece]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
     for piece in _pieces(tensors, window_bytes):
         kind = (piece.view.dtype, piece.view.device)
-        size = piece.view.numel() * piece.view.element_size()
+        size = piece.view.nbytes
         if size >= min(OWN_WINDOW_BYTES, window_bytes):
             finished.append(Window((piece,)))
             continue
         waiting = open_pieces.setdefault(kind, [])
-        if size + sum(p.view.numel() * p.view.element_size() for p in waiting) > window_bytes:
+        if filled.get(kind, 0) + size > window_bytes:
             finished.append(Window(tuple(waiting)))
             waiting.clear()
+            filled[kind] = 0
         waiting.append(piece)
+        filled[kind] = filled.get(kind, 0) + size
     # The shared ones first: they need a copy in and out, which then overlaps with the rest.
     return [Window(tuple(waiting)) for waiting in open_pieces.values() if waiting] + finished
 

@@ -9,6 +9,7 @@ ranks have made a group together, which all of them know.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
 from datetime import timedelta
@@ -16,12 +17,17 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from loosestep.errors import PeerLost
+
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
     weakref.WeakKeyDictionary()
 )
-_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[float | None, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
+_subgroups: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]
+] = weakref.WeakKeyDictionary()
 
 
 def require_process_group() -> None:
@@ -46,32 +52,67 @@ def own_group(ranks: tuple[int, ...], timeout: float | None = None) -> dist.Proc
 
     ``get_pg_count()`` and the names of groups made later stay as they are.
     """
-    world = world_group()
+    world, me, reason = world_group(), dist.get_rank(), ""
     made = _made.setdefault(world, Counter())
     made[ranks] += 1
     name = f"loosestep-{'-'.join(map(str, ranks))}-{made[ranks]}"
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        list(ranks),
-        c10d._world.pg_map[world][0],
-        c10d._get_default_store(),
-        c10d.GroupName(name),
-        timeout=group_timeout(world) if timeout is None else timedelta(seconds=timeout),
-        group_desc="loosestep",
-    )
+    store = c10d._get_default_store()
+    store.set(f"{name}/{me}", "here")
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(me),
+            list(ranks),
+            c10d._world.pg_map[world][0],
+            store,
+            c10d.GroupName(name),
+            timeout=group_timeout(world) if timeout is None else timedelta(seconds=timeout),
+            group_desc="loosestep",
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+    if reason:
+        raise _not_made(name, ranks, reason)
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
-def private_twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a process group with the same ranks that nobody else uses; one for each group."""
+def _not_made(name: str, ranks: tuple[int, ...], reason: str) -> PeerLost:
+    missing: tuple[int, ...] = ()
+    # A store that is gone too must not hide the error at hand.
+    with contextlib.suppress(RuntimeError):
+        store = c10d._get_default_store()
+        missing = tuple(rank for rank in ranks if not store.check([f"{name}/{rank}"]))
+    who = f"ranks {list(missing)} did not come" if missing else "one of them was lost"
+    return PeerLost(
+        f"rank {dist.get_rank()}: cannot make a process group of ranks {list(ranks)}: {who} "
+        f"({reason}). A rank that died, hangs or was given other ranks to average with does this",
+        ranks=missing,
+        phase="making a process group",
+    )
+
+
+def own_subgroup(
+    parent: dist.ProcessGroup | None, ranks: tuple[int, ...], timeout: float | None
+) -> dist.ProcessGroup | None:
+    """Return a group of some of a group's ranks, made once; None for a rank alone."""
+    if len(ranks) == 1 or parent is None:
+        return None
+    made = _subgroups.setdefault(parent, {})
+    if ranks not in made:
+        made[ranks] = own_group(ranks, timeout)
+    return made[ranks]
+
+
+def private_twin(group: dist.ProcessGroup, timeout: float | None = None) -> dist.ProcessGroup:
+    """Return a process group with the same ranks that nobody else uses; one for each time-out."""
     if dist.get_world_size(group) == 1:
         return group
-    if group not in _twins:
-        _twins[group] = own_group(tuple(dist.get_process_group_ranks(group)))
-    return _twins[group]
+    twins = _twins.setdefault(group, {})
+    if timeout not in twins:
+        twins[timeout] = own_group(tuple(dist.get_process_group_ranks(group)), timeout)
+    return twins[timeout]
 
 
 def free_group(group: dist.ProcessGroup) -> None:

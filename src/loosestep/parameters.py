@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from loosestep.averaging import Averager
-from loosestep.binding import unique
 from loosestep.groups import private_twin, require_process_group, world_group
 from loosestep.peers import peers_of
+from loosestep.tensors import unique
 
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 

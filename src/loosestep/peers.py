@@ -16,13 +16,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from loosestep.blame import Notes
 from loosestep.errors import PeerLost
 from loosestep.groups import group_timeout
 
 # User code rarely uses tags up here, so a group that the user handed to us can be shared.
 _FIRST_TAG = 1 << 24
+_NEVER_SENT = _FIRST_TAG - 1
 _tags: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
-_broken: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+_broken: weakref.WeakKeyDictionary[dist.ProcessGroup, _Failure] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,19 @@ class Phase:
         """Read as half a sentence: ``averaging 'fc.weight' at step 12``."""
         tensor = f" {self.tensor!r}" if self.tensor else ""
         return self.verb + tensor + ("" if self.step is None else f" at step {self.step}")
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """How a group failed; not the error itself, whose traceback would keep the group alive."""
+
+    text: str
+    ranks: tuple[int, ...]
+    phase: str
+
+    def error(self, prefix: str = "") -> PeerLost:
+        """Return it as an error."""
+        return PeerLost(prefix + self.text, ranks=self.ranks, phase=self.phase)
 
 
 @dataclass(frozen=True)
@@ -90,8 +105,8 @@ class Peers:
 
     def post(self, messages: Sequence[Message], tag: int) -> list[Transfer]:
         """Launch messages that go together and return what is to be waited for."""
-        if (text := _broken.get(self._group)) is not None:
-            raise PeerLost(f"this process group failed before and cannot go on: {text}")
+        if (failure := _broken.get(self._group)) is not None:
+            raise failure.error("this process group failed before and cannot go on: ")
         if messages and messages[0].tensor.device.type != "cpu":
             return self._post_batch(messages, tag)
         return [self._launch(message, tag) for message in messages]
@@ -116,19 +131,31 @@ class Peers:
 
         None: a collective failed, which does not say whose fault it was.
         """
-        if peer is None:
-            suspects = tuple(self.global_ranks[p] for p in self.others)
-        else:
-            suspects = _follow_blame(self, peer)
+        me = self.global_ranks[self.group_rank]
+        missed = None if peer is None else self.global_ranks[peer]
+        notes = Notes(self._group.group_name, self.global_ranks, me)
+        notes.leave(missed)  # before hanging up: who sees that must find the note
+        self._hang_up()
+        suspects = notes.suspects(missed)
         which = "one of ranks" if len(suspects) > 1 else "rank"
         text = (
-            f"rank {self.global_ranks[self.group_rank]}: lost {which} "
+            f"rank {me}: lost {which} "
             f"{', '.join(map(str, suspects))} while {self.phase} "
             f"on level {self.level!r} (ranks {list(self.global_ranks)}): {reason}. "
             "Parameters may be partly averaged: restart from a checkpoint"
         )
-        _broken[self._group] = text
-        return PeerLost(text, ranks=suspects, phase=str(self.phase))
+        _broken[self._group] = _Failure(text, suspects, str(self.phase))
+        return _broken[self._group].error()
+
+    def _hang_up(self) -> None:
+        """Close all connections, so that those who wait for this rank need not sit it out."""
+        if self._message_device().type != "cpu":
+            return
+        nothing = torch.empty(1, dtype=torch.uint8)
+        for peer in self.others:
+            # Gloo does so when a wait times out; one for a peer that is gone ends at once.
+            with contextlib.suppress(RuntimeError):
+                self._group.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -214,28 +241,7 @@ class Transfer:
 
 def _one_line(error: RuntimeError) -> str:
     text = str(error).splitlines()[0] if str(error) else "no reason given"
-    return text.split("] ", 1)[-1].rstrip(".")
-
-
-def _follow_blame(peers: Peers, peer: int) -> tuple[int, ...]:
-    """Return the ranks to blame: whom I miss, or whom that rank missed when it gave up.
-
-    A rank that gives up closes its sockets, and a neighbour that waits for it would blame the
-    messenger. So whoever gives up first leaves a note in the store.
-    """
-    me, suspect = peers.global_ranks[peers.group_rank], peers.global_ranks[peer]
-    # A store that is gone too must not hide the error at hand.
-    with contextlib.suppress(RuntimeError, ValueError, dist.DistError):
-        store = dist.distributed_c10d._get_default_store()
-        prefix = f"loosestep/lost/{peers._group.group_name}"
-        seen = {me}
-        while suspect not in seen and store.check([f"{prefix}/{suspect}"]):
-            seen.add(suspect)
-            suspect = int(store.get(f"{prefix}/{suspect}"))
-        if suspect == me:
-            suspect = peers.global_ranks[peer]
-        store.set(f"{prefix}/{me}", str(suspect))
-    return (suspect,)
+    return text.split("] ", 1)[-1].split(". ")[0].rstrip(".")
 
 
 def peers_of(

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import torch
 
+from loosestep.tensors import Named
+
 
 class Buffers(enum.Enum):
     """What a sync does to a module's buffers (BatchNorm statistics and the like)."""
@@ -49,9 +51,6 @@ def choose(kind: type[Choice], value: Choice | str) -> Choice:
         raise ValueError(f"{kind.__name__} must be one of {names}; got {value!r}") from None
 
 
-Named = tuple[str, torch.Tensor]
-
-
 def split_floats(named: Iterable[Named]) -> tuple[list[Named], list[Named]]:
     """Return the tensors that have a mean, and the counters and masks, which have a largest."""
     floats: list[Named] = []
@@ -60,6 +59,11 @@ def split_floats(named: Iterable[Named]) -> tuple[list[Named], list[Named]]:
         has_mean = tensor.is_floating_point() or tensor.is_complex()
         (floats if has_mean else counters).append((name, tensor))
     return floats, counters
+
+
+def unwrap_compiled(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside ``torch.compile``'s wrapper: it holds the parameters."""
+    return getattr(module, "_orig_mod", module)
 
 
 def buffers_of(module: torch.nn.Module) -> list[Named]:

@@ -5,6 +5,7 @@ A recipe is a short function that puts parts together. To make your own, put tog
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -32,7 +33,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         """Turn names into policies and refuse what is none."""
-        if not callable(self.schedule) or not hasattr(self.schedule, "parameter_levels"):
+        if not isinstance(self.schedule, Schedule):
             raise TypeError(
                 f"schedule must be one such as every(8), got {self.schedule!r}; see "
                 "loosestep.schedule"
@@ -40,7 +41,7 @@ class Strategy:
         if not isinstance(self.reducer, Reducer):
             raise TypeError(f"reducer must be one such as Mean(), got {self.reducer!r}")
         for part in (self.schedule, self.reducer):
-            if f"at {id(part):#x}" in repr(part):
+            if re.search(r" at 0x[0-9a-f]+", repr(part)):
                 raise TypeError(
                     f"{type(part).__name__} needs a __repr__ that is equal on all ranks, since "
                     "they compare strategies by it; make it a frozen dataclass"

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from loosestep.binding import Named, memory
 from loosestep.flat import Window, pack, windows
+from loosestep.tensors import Named, memory
 
 
 @torch.no_grad()

@@ -16,7 +16,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+HORIZON = 200_000  # steps that are looked ahead for the next average
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Sync:
     parameters: str | None = None
 
 
+@runtime_checkable
 class Schedule(Protocol):
     """A pure function of the step that can say which levels it may name."""
 
@@ -38,6 +41,9 @@ class Schedule(Protocol):
 
     def parameter_levels(self) -> frozenset[str]:
         """Return every level that may average parameters."""
+
+    def chains(self) -> list[tuple[str, ...]]:
+        """Return lists of levels that must go from narrow to wide."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,10 @@ class Always:
     def parameter_levels(self) -> frozenset[str]:
         """Return the one level that averages, if any."""
         return _named(self.sync.parameters)
+
+    def chains(self) -> list[tuple[str, ...]]:
+        """Return nothing: one level has no order."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,10 @@ class Levels:
         """Return all levels of the hierarchy."""
         return _named(*(name for name, _ in self.periods))
 
+    def chains(self) -> list[tuple[str, ...]]:
+        """Return the levels in their order."""
+        return [tuple(name for name, _ in self.periods)]
+
 
 @dataclass(frozen=True)
 class After:
@@ -99,6 +113,10 @@ class After:
     def parameter_levels(self) -> frozenset[str]:
         """Return the levels that either half averages over."""
         return self.then.parameter_levels() | self.before.parameter_levels()
+
+    def chains(self) -> list[tuple[str, ...]]:
+        """Return those of both halves."""
+        return [*self.before.chains(), *self.then.chains()]
 
 
 def every(period: int, level: str = "world", *, gradients: str | None = None) -> Levels:
@@ -153,18 +171,21 @@ def after(start: int, then: Schedule, before: Schedule | None = None) -> After:
     return After(start, then, always(gradients="world") if before is None else before)
 
 
-def next_sync(schedule: Schedule, step: int, horizon: int = 1_000_000) -> tuple[int, str] | None:
+def next_sync(schedule: Schedule, step: int, level: str | None = None) -> tuple[int, str] | None:
     """Return the first step after ``step`` at which parameters are averaged, and the level.
+
+    With ``level`` the first at which that level averages. None: not within a foreseeable time.
 
     >>> next_sync(every(8), 3)
     (8, 'world')
     """
-    if not schedule.parameter_levels():
+    levels_ = schedule.parameter_levels()
+    if not levels_ or (level is not None and level not in levels_):
         return None
-    for later in range(step + 1, step + 1 + horizon):
-        level = schedule(later).parameters
-        if level is not None:
-            return later, level
+    for later in range(step + 1, step + 1 + HORIZON):
+        due = schedule(later).parameters
+        if due is not None and level in (None, due):
+            return later, due
     return None
 
 

@@ -193,7 +193,8 @@ class _Worker:
     def __init__(self, store_port: int) -> None:
         context = multiprocessing.get_context("forkserver")
         # Forking from a process that has torch loaded starts a worker in a tenth of a second.
-        context.set_forkserver_preload(["torch", "torch.distributed", work.__module__])
+        # (The first optimizer imports torch._dynamo, which takes as long as half of torch.)
+        context.set_forkserver_preload(["torch", "torch._dynamo", work.__module__])
         self.pipe, far_end = context.Pipe()
         # Not a daemon: a body may itself start processes, such as a DataLoader's.
         self._process: ForkServerProcess = context.Process(target=work, args=(far_end, store_port))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from loosestep.binding import Statement, agree
 from loosestep.groups import free_group, own_group, require_process_group
 from loosestep.peers import Peers
 from loosestep.places import host_key
@@ -47,7 +48,7 @@ class Topology:
         }
         self.timeout = timeout
         self.ranks = _check_nesting(self.levels)
-        self.weights = _check_weights(weights, self.ranks)
+        self.weights = check_weights(weights, self.ranks)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     @classmethod
@@ -166,12 +167,6 @@ class Topology:
         weights = None if self.weights is None else tuple(self.weights[rank] for rank in ranks)
         return Peers(group, ranks, ranks.index(_my_rank()), level, weights, self.timeout)
 
-    def contains(self, wide: str, narrow: str) -> bool:
-        """Say whether ``wide`` is the same level as ``narrow`` or comes after it."""
-        names = list(self.levels)
-        self._partition(wide), self._partition(narrow)
-        return names.index(wide) >= names.index(narrow)
-
     def describe(self) -> str:
         """Return the levels and weights as one line, to be compared across ranks."""
         return f"{self.levels} weights={self.weights}"
@@ -213,6 +208,8 @@ def _inner_size(mesh: DeviceMesh, dim: int) -> int:
 def _gather_hosts(ranks: tuple[int, ...], timeout: float | None) -> list[str]:
     group = None if len(ranks) == 1 else own_group(ranks, timeout)
     everyone = Peers(group, ranks, ranks.index(_my_rank()), "world", None, timeout)
+    # A rank that was given a topology compares it now, and must hear that the others have none.
+    agree(everyone, Statement(("the levels 'host' and 'world', by host name",)))
     hosts = [name.decode() for name in everyone.exchange(host_key().encode())]
     if group is not None:
         free_group(group)
@@ -263,9 +260,10 @@ def _check_nesting(levels: Mapping[str, Partition]) -> tuple[int, ...]:
     return ranks
 
 
-def _check_weights(
+def check_weights(
     weights: Mapping[int, float] | Sequence[float] | None, ranks: tuple[int, ...]
 ) -> dict[int, float] | None:
+    """Return one weight a rank, by rank; raise for what cannot be one."""
     if weights is None:
         return None
     if isinstance(weights, Mapping):

@@ -176,7 +176,7 @@ def try_levels(name: str, sizes: list[tuple[int, int]]) -> str:
     ("sizes", "reason"),
     [
         ([(8, 2), (2, 4)], "periods must grow"),  # the pairs would never average
-        ([(2, 2), (0, 4)], "period must be >= 1"),  # a division by zero, later
+        ([(2, 2), (0, 4)], "whole number >= 1"),  # a division by zero, later
     ],
 )
 def test_periods_that_cannot_work_are_refused(

@@ -22,7 +22,7 @@ from loosestep import (
     hierarchical_sgd,
     post_local_sgd,
 )
-from loosestep.testing import RankPool
+from loosestep.testing import RankPool, run_ranks
 from tests.defects.contenders import all_three, attempt, library, scalar, torch_fails
 
 Fact = tuple[int, float, list[float]]
@@ -175,10 +175,10 @@ def average_shards(name: str, rows: int) -> tuple[list[list[float]], list[list[f
 
 @all_three
 @pytest.mark.parametrize("rows", [4, 3])
-def test_shards_are_averaged_with_the_same_shard(pool: RankPool, name: str, rows: int):
+def test_shards_are_averaged_with_the_same_shard(name: str, rows: int):
     """An FSDP2 model is averaged between meshes, shard by shard: each whole is the mean."""
     with torch_fails(name, "NotImplementedError|unevenly sharded"):
-        seen = pool.run(4, attempt, name, average_shards, rows, group_timeout=5.0)
+        seen = run_ranks(4, attempt, name, average_shards, rows, group_timeout=5.0)
         assert not any(isinstance(result, str) for result in seen), seen
         one, other = (seen[rank][0] for rank in (0, 2))  # the wholes of the two pairs
         assert one != other
@@ -219,9 +219,9 @@ def plain_loop(start: list[list[float]], inputs: torch.Tensor) -> list[list[floa
     return [((a + b) / 2).flatten().tolist() for a, b in zip(*ends, strict=True)]
 
 
-def test_sharded_training_equals_a_plain_loop(pool: RankPool):
+def test_sharded_training_equals_a_plain_loop():
     """Gradients inside a mesh are FSDP's, the average between meshes is ours."""
-    for ours, oracle in pool.run(4, train_shards):
+    for ours, oracle in run_ranks(4, train_shards):
         for tensor, expected in zip(ours, oracle, strict=True):
             assert tensor == pytest.approx(expected, abs=1e-6)
 
@@ -246,9 +246,9 @@ def average_inside_mesh(way: str) -> str:
 
 
 @pytest.mark.parametrize("way", ["attach", "loosestep"])
-def test_a_level_inside_the_mesh_is_refused(pool: RankPool, way: str):
+def test_a_level_inside_the_mesh_is_refused(way: str):
     """Different shards have no mean; every rank says so."""
-    for said in pool.run(4, average_inside_mesh, way, timeout=30.0, group_timeout=5.0):
+    for said in run_ranks(4, average_inside_mesh, way, timeout=30.0, group_timeout=5.0):
         assert "inside the shard mesh" in said
 
 

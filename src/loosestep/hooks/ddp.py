@@ -1,6 +1,7 @@
 """Gradients of a DistributedDataParallel module: one hook for the life of the module."""
 
 import weakref
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,10 @@ class DDPAdapter:
             raise NotAttachable("this DDP module is attached already; detach() it first")
         self._dispatcher.sharing = sharing
         self._broadcasts = module.forward_sync_buffers
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Keep gradients local, for all micro-batches but the last."""
+        return self._module.no_sync()
 
     def broadcast_buffers(self, wanted: bool) -> None:
         """Let DDP broadcast buffers at every forward, or not; never more than it did before."""

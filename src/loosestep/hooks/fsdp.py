@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from loosestep.binding import shard_key
 from loosestep.errors import NotAttachable
 from loosestep.hooks.gradients import GradientSharing
 from loosestep.peers import Peers
+from loosestep.tensors import shard_key
 
 
 class FSDPAdapter:
@@ -21,9 +24,20 @@ class FSDPAdapter:
         self, module: torch.nn.Module, sharing: GradientSharing, wider: dict[str, Peers]
     ) -> None:
         self._sharing, self._wider, self._active = sharing, wider, True
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.set_all_reduce_hook(self._share)
+        self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        for part in self._parts:
+            part.set_all_reduce_hook(self._share)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients local, for all micro-batches but the last; FSDP keeps them unsharded."""
+        for part in self._parts:
+            part.set_requires_gradient_sync(False, recurse=False)
+        try:
+            yield
+        finally:
+            for part in self._parts:
+                part.set_requires_gradient_sync(True, recurse=False)
 
     def broadcast_buffers(self, wanted: bool) -> None:
         """Do nothing: FSDP broadcasts no buffers."""
@@ -38,7 +52,8 @@ class FSDPAdapter:
     def _share(self, reduced: torch.Tensor) -> None:
         level = self._sharing.level if self._active else None
         if level in self._wider:
-            self._sharing.wait(self._sharing.share(reduced, self._wider[level]))
+            peers = self._wider[level]
+            self._sharing.wait(self._sharing.share(reduced, peers), peers)
 
 
 def mesh_ranks(module: torch.nn.Module) -> tuple[tuple[int, ...], str]:

@@ -56,7 +56,6 @@ class GradientSharing:
     schedule: Schedule
     peers: Callable[[str], Peers]
     telemetry: Telemetry
-    active: bool = True
     _bytes: int = 0
     _began: float = field(default=0.0)
     _ended: float = field(default=0.0)
@@ -75,17 +74,16 @@ class GradientSharing:
         future = mean_future(buffer, peers.process_group, _share(peers))
         return future.then(self._done)
 
-    def wait(self, future: torch.futures.Future[torch.Tensor]) -> None:
+    def wait(self, future: torch.futures.Future[torch.Tensor], peers: Peers) -> None:
         """Wait for what ``share`` launched; raise ``PeerLost`` where it failed."""
         reason = ""
         try:
             future.wait()
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1]
-        level = self.level
-        if reason and level is not None:
+        if reason:
             phase = Phase("sharing gradients", step=self.clock.step)
-            raise self.peers(level).during(phase).lost(None, reason)
+            raise peers.during(phase).lost(None, reason)
 
     def _done(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         self._ended = time.perf_counter()

@@ -96,7 +96,8 @@ class PlainAdapter:
         level = self._sharing.level
         for bucket in self._adopt():
             if level is not None and self._enabled:
-                self._sharing.wait(self._sharing.share(bucket.pack(), self._sharing.peers(level)))
+                peers = self._sharing.peers(level)
+                self._sharing.wait(self._sharing.share(bucket.pack(), peers), peers)
                 bucket.unpack()
 
     def close(self) -> None:
@@ -135,8 +136,9 @@ class PlainAdapter:
     def _finish(self) -> None:
         for bucket in self._buckets[len(self._launched) :]:
             self._launch(bucket)
+        assert self._peers is not None
         for bucket, future in self._launched:
-            self._sharing.wait(future)
+            self._sharing.wait(future, self._peers)
             bucket.unpack()
             bucket.missing = set(bucket.parameters)
         self._launched.clear()

@@ -86,9 +86,9 @@ class _Card(NamedTuple):
 def _reachable(card: _Card, row: int) -> bool:
     """Read the neighbour's random number and write a 0 to the row that it keeps for me."""
     probe, zero = ctypes.c_int64(), ctypes.c_int64(0)
-    read = copy_from(card.pid, card.address, ctypes.addressof(probe), 8) == ""
-    write = copy_to(card.pid, row, ctypes.addressof(zero), 8) == ""
-    return read and write and probe.value == card.nonce
+    if copy_from(card.pid, card.address, ctypes.addressof(probe), 8) or probe.value != card.nonce:
+        return False  # not the process that it seems to be: nothing may be written there
+    return copy_to(card.pid, row, ctypes.addressof(zero), 8) == ""
 
 
 def _say(peers: Peers, board: Board) -> None:

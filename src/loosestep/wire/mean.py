@@ -183,7 +183,9 @@ class _MeanInFlight:
 
     def _sample(self, mean: torch.Tensor, replicas: list[torch.Tensor]) -> None:
         self.traffic.magnitude += float(mean.square().sum()) * len(replicas)
-        self.traffic.deviation += sum(float((mean - r).square().sum()) for r in replicas)
+        self.traffic.deviation += sum(
+            float((mean - replica.to(mean.dtype)).square().sum()) for replica in replicas
+        )
         self.traffic.samples += mean.numel() * len(replicas)
 
     def _count_bytes(self) -> None:

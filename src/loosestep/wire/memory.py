@@ -24,8 +24,8 @@ from loosestep.peers import Peers
 from loosestep.wire.exchange import Task
 
 SLOTS = 64  # buffers that may be under way at once
-OFFERED, REDUCED, TAKEN, FIRST_ADDRESS = 0, 1, 2, 3  # the columns of a row
-COLUMNS = FIRST_ADDRESS + SLOTS
+ADDRESS, OFFERED, REDUCED, TAKEN = 0, 1, 2, 3  # the columns of a slot
+COLUMNS = 4 * SLOTS
 PROBE_SECONDS = 0.02  # how often a waiting rank looks whether its neighbours live
 SPIN_SECONDS = 0.002  # how long it only yields its core: longer than neighbours usually differ
 NAP_SECONDS = 0.0002  # then it sleeps between looks, and leaves the core to those it waits for
@@ -49,7 +49,8 @@ class Board:
     def __init__(self, group_size: int) -> None:
         self.rows = (Row * group_size)()
         self.neighbours: dict[int, Neighbour] = {}
-        self.started = self.released = 0  # exchanges so far
+        self.started = 0  # exchanges so far
+        self.open: dict[int, int] = {}  # slot -> number of the exchange that uses it
         _kept.append(self.rows)
 
     def row_address(self, member: int) -> int:
@@ -84,12 +85,21 @@ class Board:
                 time.sleep(NAP_SECONDS)
 
     def _look_round(self, peers: Peers) -> None:
-        """Raise if any neighbour is gone: the one that I wait for may wait for the dead one."""
+        """Raise if a neighbour that still owes something is gone.
+
+        The one that I wait for may wait for a dead one; one that owes nothing may have finished.
+        """
         for member, neighbour in self.neighbours.items():
+            if not self._owes(member):
+                continue
             mine = ctypes.c_int64()
             error = copy_from(neighbour.pid, neighbour.row, ctypes.addressof(mine), 8)
             if error:
                 raise peers.lost(member, error)
+
+    def _owes(self, member: int) -> bool:
+        row = self.rows[member]
+        return any(row[4 * slot + TAKEN] < number for slot, number in self.open.items())
 
 
 class MemoryExchange:
@@ -99,16 +109,16 @@ class MemoryExchange:
         self.members = sorted(board.neighbours)
         self._task, self._board = task, board
         board.started += 1
-        self._count = board.started
-        assert board.started - board.released <= SLOTS, "too many buffers under way at once"
-        self._column = FIRST_ADDRESS + self._count % SLOTS
-        for member in self.members:
-            board.tell(task.peers, member, self._column, task.buffer.data_ptr())
-        self._tell(OFFERED)
+        self._number, self._slot = board.started, board.started % SLOTS
+        assert self._slot not in board.open, "too many buffers under way at once"
+        board.open[self._slot] = self._number
+        self._tell(ADDRESS, task.buffer.data_ptr())
+        self._tell(OFFERED, self._number)
 
     def ready(self) -> None:
         """Return when the neighbours have told where their buffers lie."""
-        self._wait(OFFERED)
+        for member in self.members:
+            self._wait(member, OFFERED)
 
     def read(self, member: int, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
         """Copy elements of my slice out of a neighbour's buffer."""
@@ -117,35 +127,38 @@ class MemoryExchange:
 
     def publish(self) -> None:
         """Tell the neighbours that my slice holds the result."""
-        self._tell(REDUCED)
+        self._tell(REDUCED, self._number)
 
     def collect(self) -> None:
         """Copy every neighbour's result into its place."""
         for member in self.members:
-            self._board.wait(self._task.peers, member, REDUCED, self._count)
+            self._wait(member, REDUCED)
             self._copy(member, self._task.bounds[member][0], self._task.part(member))
-            self._board.tell(self._task.peers, member, TAKEN, self._count)
+            self._board.tell(self._task.peers, member, self._column(TAKEN), self._number)
 
     def release(self) -> None:
         """Return when the neighbours have taken my result."""
-        self._wait(TAKEN)
-        self._board.released += 1
+        for member in self.members:
+            self._wait(member, TAKEN)
+        del self._board.open[self._slot]
 
     def _copy(self, member: int, start: int, into: torch.Tensor) -> torch.Tensor:
         neighbour, size = self._board.neighbours[member], into.element_size()
-        address = self._board.rows[member][self._column] + start * size
+        address = self._board.rows[member][self._column(ADDRESS)] + start * size
         error = copy_from(neighbour.pid, address, into.data_ptr(), into.numel() * size)
         if error:
             raise self._task.peers.lost(member, error)
         return into
 
-    def _tell(self, column: int) -> None:
-        for member in self.members:
-            self._board.tell(self._task.peers, member, column, self._count)
+    def _column(self, mark: int) -> int:
+        return 4 * self._slot + mark
 
-    def _wait(self, column: int) -> None:
+    def _tell(self, mark: int, value: int) -> None:
         for member in self.members:
-            self._board.wait(self._task.peers, member, column, self._count)
+            self._board.tell(self._task.peers, member, self._column(mark), value)
+
+    def _wait(self, member: int, mark: int) -> None:
+        self._board.wait(self._task.peers, member, self._column(mark), self._number)
 
 
 class _IoVec(ctypes.Structure):

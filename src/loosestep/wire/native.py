@@ -83,13 +83,13 @@ class _AllReduce(_Collective):
         self._buffer, self._op = buffer, op
         sent = Native(op).bytes_on_wire(buffer.numel(), buffer.dtype, peers.size)
         if peers.weights is not None and op == dist.ReduceOp.SUM:
-            buffer.mul_(peers.weights[peers.group_rank])
+            # By shares that add up to 1: large weights must not overflow narrow dtypes.
+            buffer.mul_(peers.weights[peers.group_rank] / sum(peers.weights))
         work = dist.all_reduce(buffer, op, group=peers.process_group, async_op=True)
         super().__init__(work, peers, Traffic(bytes_sent=sent))
 
     def wait(self) -> None:
         """Wait for the sum and divide."""
         super().wait()
-        if self._op == dist.ReduceOp.SUM:
-            weights = self._peers.weights
-            self._buffer.div_(self._peers.size if weights is None else sum(weights))
+        if self._op == dist.ReduceOp.SUM and self._peers.weights is None:
+            self._buffer.div_(self._peers.size)

@@ -1,0 +1,81 @@
+"""Who is to blame when a process group fails.
+
+The rank that somebody misses may be alive and miss another one itself, and a rank that gives up
+closes its connections, so that a neighbour would blame the messenger. Therefore every rank that
+gives up leaves a note in the store: whom it missed. A rank that is dead or stuck leaves none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+# How much later than this rank another one that lives may give up; errors come so much later.
+GRACE_SECONDS = 0.5
+POLL_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Notes:
+    """The notes of one process group's ranks; ``me`` and all others are global ranks."""
+
+    group_name: str
+    ranks: tuple[int, ...]
+    me: int
+
+    def leave(self, missed: int | None) -> None:
+        """Say whom this rank missed; None: it cannot know."""
+        # A store that is gone too must not hide the error at hand.
+        with contextlib.suppress(RuntimeError, ValueError):
+            _store().set(self._key(self.me), "" if missed is None else str(missed))
+
+    def suspects(self, missed: int | None) -> tuple[int, ...]:
+        """Return the ranks to blame, as far as the others' notes tell within the grace."""
+        others = tuple(rank for rank in self.ranks if rank != self.me)
+        fallback = others if missed is None else (missed,)
+        if len(others) == 1:
+            return others
+        found: list[tuple[int, ...]] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError, ValueError):
+                found.append(self._follow(missed) or fallback)
+
+        # In a thread: a store that the network has lost may answer never.
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(2 * GRACE_SECONDS)
+        return found[0] if found else fallback
+
+    def _follow(self, missed: int | None) -> tuple[int, ...]:
+        """Go from note to note to a rank that left none, or find those that left none at all."""
+        deadline, seen = time.monotonic() + GRACE_SECONDS, {self.me}
+        while missed is not None and missed not in seen:
+            seen.add(missed)
+            note = self._read(missed, deadline)
+            if note is None:
+                return (missed,)
+            missed = int(note) if note else None
+        # Nobody knows, or all in a circle miss each other: it is one that says nothing.
+        return tuple(r for r in self.ranks if r != self.me and self._read(r, deadline) is None)
+
+    def _read(self, rank: int, deadline: float) -> str | None:
+        """Return a rank's note, or None if it has left none by then."""
+        while not _store().check([self._key(rank)]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(POLL_SECONDS)
+        note: bytes = _store().get(self._key(rank))
+        return note.decode()
+
+    def _key(self, rank: int) -> str:
+        return f"loosestep/lost/{self.group_name}/{rank}"
+
+
+def _store() -> Any:  # torch exports the name Store, but not in a way that a type checker sees
+    return dist.distributed_c10d._get_default_store()

@@ -1,0 +1,170 @@
+"""Two hosts on one machine: network namespaces joined by a cable, with ranks in each.
+
+    with TwoHosts() as hosts:
+        ranks = [hosts.start(body, rank, host=rank, world_size=2) for rank in (0, 1)]
+        results = [rank.result(timeout=60) for rank in ranks]
+
+The namespaces have no names and no way out: they end with the processes in them, even if this one
+is killed. The processes end with this one, since it holds the other end of what they read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+INTERFACE = "eth0"
+ADDRESSES = ("10.0.0.1", "10.0.0.2")
+SEGMENT_BYTES = 1448  # what a frame of 1500 bytes carries
+PORT = "29500"  # of the store on the first host, where nobody else listens
+ROOT = Path(__file__).parents[1]
+
+
+def missing() -> str:
+    """Return what this machine lacks for network namespaces, or ''."""
+    tools = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
+    lacking = [] if os.geteuid() == 0 else ["root"]
+    lacking += [f"the command {tool!r} (iproute2 or util-linux)" for tool in tools]
+    return f"network namespaces need {' and '.join(lacking)}" if lacking else ""
+
+
+class TwoHosts:
+    """Two network namespaces and a veth pair between them."""
+
+    def __init__(self) -> None:
+        self._holders: list[subprocess.Popen[bytes]] = []
+        self._ranks: list[Rank] = []
+
+    def __enter__(self) -> TwoHosts:
+        """Make the namespaces, each held open by a process that ends when we let go of it."""
+        try:
+            for _ in ADDRESSES:
+                hold = ["unshare", "--net", "sh", "-c", "echo; exec cat"]
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+                self._holders.append(subprocess.Popen(hold, **pipes))  # type: ignore[call-overload]
+            for holder in self._holders:
+                assert holder.stdout is not None
+                holder.stdout.readline()  # it is inside by now
+            self._join()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End what runs in the namespaces; they go with it."""
+        for rank in self._ranks:
+            rank.kill()
+        for holder in self._holders:
+            holder.kill()
+            holder.communicate()
+
+    def start(self, body: Callable[..., Any], *args: Any, rank: int, host: int, size: int) -> Rank:
+        """Start ``body(*args)`` as one of ``size`` ranks on a host; arguments travel as JSON."""
+        command = [sys.executable, "-m", __name__, body.__module__, body.__name__, json.dumps(args)]
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": ADDRESSES[0],
+            "MASTER_PORT": PORT,
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "OMP_NUM_THREADS": "1",
+        }
+        self._ranks.append(Rank([*self._inside(host), *command], environment))
+        return self._ranks[-1]
+
+    def cut(self) -> None:
+        """Pull the cable."""
+        _call([*self._inside(0), "ip", "link", "set", INTERFACE, "down"])
+
+    def _join(self) -> None:
+        far = str(self._holders[1].pid)
+        pair = ["type", "veth", "peer", "name", INTERFACE, "netns", far]
+        _call([*self._inside(0), "ip", "link", "add", INTERFACE, *pair])
+        for host, address in enumerate(ADDRESSES):
+            inside = self._inside(host)
+            _call([*inside, "ip", "address", "add", f"{address}/24", "dev", INTERFACE])
+            _call([*inside, "ip", "link", "set", INTERFACE, "up"])
+            _call([*inside, "ip", "link", "set", "lo", "up"])
+
+    def _inside(self, host: int) -> list[str]:
+        return ["nsenter", "--net", "--target", str(self._holders[host].pid)]
+
+
+class Rank:
+    """A process on one of the hosts."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def read_line(self) -> str:
+        """Return the next line that the body prints."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def result(self, timeout: float) -> Any:
+        """Return what the body returned; raise with its traceback if it did not."""
+        out, errors = self._process.communicate(timeout=timeout)
+        if self._process.returncode != 0:
+            raise RuntimeError(f"the rank ended with {self._process.returncode}:\n{errors}")
+        return json.loads(out.splitlines()[-1])
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class Sent(NamedTuple):
+    """What the kernel has counted on this host, in bytes."""
+
+    in_all: int  # headers included: 66 bytes for every frame of at most 64 kB
+    again: int  # TCP took them for lost, since frames overtake each other on a busy machine
+
+
+def sent() -> Sent:
+    """Return what this host has sent so far."""
+    columns = _table("dev", INTERFACE)  # eight figures of what came in, then of what went out
+    resent = _table("snmp", "Tcp")[11]  # segments
+    return Sent(int(columns[8]), int(resent) * SEGMENT_BYTES)
+
+
+def _table(file: str, name: str) -> list[str]:
+    """Return the last line of a table in /proc/net that begins with ``name:``."""
+    lines = Path(f"/proc/self/net/{file}").read_text().splitlines()
+    found = [line for line in lines if line.strip().startswith(f"{name}:")]
+    return found[-1].partition(":")[2].split()
+
+
+def _call(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=30)
+
+
+def main(module: str, name: str, args: str) -> None:
+    """Be a rank: join the others, run the body and print what it returns."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    result = getattr(importlib.import_module(module), name)(*json.loads(args))
+    print(json.dumps(result), flush=True)
+    os._exit(0)  # the others may be out of reach, so there is nobody to say goodbye to
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
