@@ -32,7 +32,8 @@ clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# torch first and pinned: a bare range may choose a build with gigabytes of CUDA.
+# torch first and pinned to what the suite has run on; where a CPU build of it is to be had, this
+# takes that one, while a range may choose a newer build with gigabytes of CUDA.
 $(READY): pyproject.toml
 	test -d .venv || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet torch==2.13.0

@@ -220,16 +220,17 @@ def run(pool: RankPool, way: str, world: int, plan: Plan) -> list[tuple[Attempt,
 transports = pytest.mark.parametrize("transport", ["memory", "network"])
 
 
-@transports
 @pytest.mark.parametrize(
-    ("way", "when", "world", "victim"),
+    ("way", "when", "world", "victim", "transport"),
     [
-        ("attach", "between", 4, 3),
-        ("averager", "between", 3, 0),
-        ("attach", "start", 3, 0),
-        ("averager", "start", 4, 3),
-        ("attach", "advance", 4, 0),
-        ("averager", "wait", 3, 2),
+        ("attach", "between", 4, 3, "memory"),
+        ("averager", "between", 3, 0, "network"),
+        ("attach", "start", 3, 0, "network"),
+        ("averager", "start", 4, 3, "memory"),
+        ("attach", "advance", 4, 0, "memory"),
+        ("attach", "advance", 3, 2, "network"),
+        ("averager", "wait", 3, 2, "memory"),
+        ("averager", "wait", 4, 0, "network"),
     ],
 )
 def test_a_killed_rank_is_named_at_once(
