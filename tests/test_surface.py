@@ -33,7 +33,8 @@ post_localSGD_hook post_local_sgd
 # A module imports only what stands above it. Parameters go attach -> averagers -> averaging ->
 # wire -> flat; gradients go attach -> hooks -> wire -> flat.
 FLOW = """
-errors clock places blame groups schedule peers tensors policies flat binding replicas topology
+errors clock places deadline blame groups schedule peers tensors policies flat binding replicas
+topology
 wire.exchange wire.reducer wire.sockets wire.memory wire.links wire.mean wire.native wire.cast wire
 telemetry.sinks telemetry.record telemetry
 averaging parameters averagers

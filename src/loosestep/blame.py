@@ -7,13 +7,12 @@ gives up leaves a note in the store: whom it missed. A rank that is dead or stuc
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
+from loosestep.deadline import ask_store
 
 # How much later than this rank another one that lives may give up; errors come so much later.
 GRACE_SECONDS = 0.5
@@ -30,52 +29,50 @@ class Notes:
 
     def leave(self, missed: int | None) -> None:
         """Say whom this rank missed; None: it cannot know."""
-        # A store that is gone too must not hide the error at hand.
-        with contextlib.suppress(RuntimeError, ValueError):
-            _store().set(self._key(self.me), "" if missed is None else str(missed))
+        note = "" if missed is None else str(missed)
+        ask_store(GRACE_SECONDS, lambda store: store.set(self._key(self.me), note))
 
     def suspects(self, missed: int | None) -> tuple[int, ...]:
         """Return the ranks to blame, as far as the others' notes tell within the grace."""
         others = tuple(rank for rank in self.ranks if rank != self.me)
-        fallback = others if missed is None else (missed,)
         if len(others) == 1:
             return others
-        found: list[tuple[int, ...]] = []
+        answers = [others]
 
         def ask() -> None:
+            # The store may go meanwhile, with the rank that serves it; what was read still holds.
             with contextlib.suppress(RuntimeError, ValueError):
-                found.append(self._follow(missed) or fallback)
+                answers.extend(self._follow(missed))
 
         # In a thread: a store that the network has lost may answer never.
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(2 * GRACE_SECONDS)
-        return found[0] if found else fallback
+        return answers[-1]
 
-    def _follow(self, missed: int | None) -> tuple[int, ...]:
-        """Go from note to note to a rank that left none, or find those that left none at all."""
+    def _follow(self, missed: int | None) -> Iterator[tuple[int, ...]]:
+        """Yield better and better answers, going from note to note to a rank that left none."""
         deadline, seen = time.monotonic() + GRACE_SECONDS, {self.me}
         while missed is not None and missed not in seen:
+            yield (missed,)
             seen.add(missed)
             note = self._read(missed, deadline)
             if note is None:
-                return (missed,)
+                return
             missed = int(note) if note else None
         # Nobody knows, or all in a circle miss each other: it is one that says nothing.
-        return tuple(r for r in self.ranks if r != self.me and self._read(r, deadline) is None)
+        silent = [r for r in self.ranks if r != self.me and self._read(r, deadline) is None]
+        if silent:
+            yield tuple(silent)
 
-    def _read(self, rank: int, deadline: float) -> str | None:
+    def _read(self, store: Any, rank: int, deadline: float) -> str | None:
         """Return a rank's note, or None if it has left none by then."""
-        while not _store().check([self._key(rank)]):
+        while not store.check([self._key(rank)]):
             if time.monotonic() > deadline:
                 return None
             time.sleep(POLL_SECONDS)
-        note: bytes = _store().get(self._key(rank))
+        note: bytes = store.get(self._key(rank))
         return note.decode()
 
     def _key(self, rank: int) -> str:
         return f"loosestep/lost/{self.group_name}/{rank}"
-
-
-def _store() -> Any:  # torch exports the name Store, but not in a way that a type checker sees
-    return dist.distributed_c10d._get_default_store()

@@ -9,15 +9,18 @@ ranks have made a group together, which all of them know.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import Counter
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from loosestep.deadline import ask_store, within
 from loosestep.errors import PeerLost
+
+STORE_SECONDS = 1.0  # how long the store may take to say who came
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
     weakref.WeakKeyDictionary()
@@ -52,43 +55,53 @@ def own_group(ranks: tuple[int, ...], timeout: float | None = None) -> dist.Proc
 
     ``get_pg_count()`` and the names of groups made later stay as they are.
     """
-    world, me, reason = world_group(), dist.get_rank(), ""
+    world = world_group()
     made = _made.setdefault(world, Counter())
     made[ranks] += 1
     name = f"loosestep-{'-'.join(map(str, ranks))}-{made[ranks]}"
-    store = c10d._get_default_store()
-    store.set(f"{name}/{me}", "here")
+    limit = group_timeout(world) if timeout is None else timedelta(seconds=timeout)
+    reason = ""
     try:
-        group, _ = c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(me),
-            list(ranks),
-            c10d._world.pg_map[world][0],
-            store,
-            c10d.GroupName(name),
-            timeout=group_timeout(world) if timeout is None else timedelta(seconds=timeout),
-            group_desc="loosestep",
-        )
-    except RuntimeError as error:
+        # In a thread: where the store's host hangs, torch's own time-out does not end the call.
+        group = within(limit.total_seconds() + 1.0, lambda: _make(name, ranks, limit))
+    except (RuntimeError, TimeoutError) as error:
         reason = str(error).splitlines()[0]
     if reason:
         raise _not_made(name, ranks, reason)
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    return group
+
+
+def _make(name: str, ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
+    world, store = world_group(), c10d._get_default_store()
+    store.set(f"{name}/{dist.get_rank()}", "here")
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        c10d._world.pg_map[world][0],
+        store,
+        c10d.GroupName(name),
+        timeout=timeout,
+        group_desc="loosestep",
+    )
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
 def _not_made(name: str, ranks: tuple[int, ...], reason: str) -> PeerLost:
-    missing: tuple[int, ...] = ()
-    # A store that is gone too must not hide the error at hand.
-    with contextlib.suppress(RuntimeError):
-        store = c10d._get_default_store()
-        missing = tuple(rank for rank in ranks if not store.check([f"{name}/{rank}"]))
-    who = f"ranks {list(missing)} did not come" if missing else "one of them was lost"
+    def absent(store: Any) -> tuple[int, ...]:
+        return tuple(rank for rank in ranks if not store.check([f"{name}/{rank}"]))
+
+    missing = ask_store(STORE_SECONDS, absent)
+    if missing is None:
+        who = "the store does not answer, so the rank that hosts it (0, as a rule) hangs or is gone"
+    else:
+        who = f"ranks {list(missing)} did not come" if missing else "one of them was lost"
     return PeerLost(
         f"rank {dist.get_rank()}: cannot make a process group of ranks {list(ranks)}: {who} "
         f"({reason}). A rank that died, hangs or was given other ranks to average with does this",
-        ranks=missing,
+        ranks=missing or (),
         phase="making a process group",
     )
 
