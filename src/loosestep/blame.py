@@ -38,32 +38,24 @@ class Notes:
         if len(others) == 1:
             return others
         answers = [others]
-
-        def ask() -> None:
-            # The store may go meanwhile, with the rank that serves it; what was read still holds.
-            with contextlib.suppress(RuntimeError, ValueError):
-                answers.extend(self._follow(missed))
-
-        # In a thread: a store that the network has lost may answer never.
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(2 * GRACE_SECONDS)
+        # The store may go meanwhile, with the rank that serves it; what was read still holds.
+        ask_store(2 * GRACE_SECONDS, lambda store: answers.extend(self._follow(store, missed)))
         return answers[-1]
 
-    def _follow(self, missed: int | None) -> Iterator[tuple[int, ...]]:
+    def _follow(self, store: Any, missed: int | None) -> Iterator[tuple[int, ...]]:
         """Yield better and better answers, going from note to note to a rank that left none."""
         deadline, seen = time.monotonic() + GRACE_SECONDS, {self.me}
         while missed is not None and missed not in seen:
             yield (missed,)
             seen.add(missed)
-            note = self._read(missed, deadline)
+            note = self._read(store, missed, deadline)
             if note is None:
                 return
             missed = int(note) if note else None
         # Nobody knows, or all in a circle miss each other: it is one that says nothing.
-        silent = [r for r in self.ranks if r != self.me and self._read(r, deadline) is None]
-        if silent:
-            yield tuple(silent)
+        silent = [r for r in self.ranks if self._read(store, r, deadline) is None]
+        if suspects := tuple(rank for rank in silent if rank != self.me):
+            yield suspects
 
     def _read(self, store: Any, rank: int, deadline: float) -> str | None:
         """Return a rank's note, or None if it has left none by then."""
