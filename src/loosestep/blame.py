@@ -37,7 +37,7 @@ class Notes:
         others = tuple(rank for rank in self.ranks if rank != self.me)
         if len(others) == 1:
             return others
-        answers = [others]
+        answers = [others if missed is None else (missed,)]
         # The store may go meanwhile, with the rank that serves it; what was read still holds.
         ask_store(2 * GRACE_SECONDS, lambda store: answers.extend(self._follow(store, missed)))
         return answers[-1]
@@ -46,8 +46,8 @@ class Notes:
         """Yield better and better answers, going from note to note to a rank that left none."""
         deadline, seen = time.monotonic() + GRACE_SECONDS, {self.me}
         while missed is not None and missed not in seen:
-            yield (missed,)
             seen.add(missed)
+            yield (missed,)
             note = self._read(store, missed, deadline)
             if note is None:
                 return
