@@ -73,6 +73,8 @@ class FaultyMean(Mean):
 class FaultyHandle:
     """A mean under way that a fault strikes before it is summed or before it is taken."""
 
+    bytes_held = 0
+
     def __init__(self, inner: Handle, fault: Fault, phase: str) -> None:
         self._inner, self._fault, self._phase = inner, fault, phase
 

@@ -33,7 +33,8 @@ from loosestep.topology import check_weights
 from loosestep.wire import Handle, Mean, Native, Reducer, Traffic
 from loosestep.wire.native import First
 
-DEPTH = 4  # windows on their way in each direction; more: better overlap, more memory
+DEPTH = 12  # windows on their way in each direction; more: less waiting for each other
+BUDGET_BYTES = 16 << 20  # what they may take together, in each direction; one is always allowed
 COUNTER_WINDOW_BYTES = 512 << 10  # counters are widened to 8 bytes on the way
 
 
@@ -221,8 +222,7 @@ class Averaging:
         self._inbound: deque[tuple[Window, torch.Tensor, Handle]] = deque()
         self._outbound: deque[tuple[Window, torch.Tensor, Handle]] = deque()
         self.traffic = Traffic()
-        while self._jobs and len(self._inbound) < DEPTH:
-            self._launch()
+        self._launch_some()
 
     @torch.no_grad()
     def finish(self) -> Traffic:
@@ -231,15 +231,25 @@ class Averaging:
             sent = self._inbound.popleft()
             sent[2].advance()
             self._outbound.append(sent)
-            if self._jobs:
-                self._launch()
-            if len(self._outbound) > DEPTH:
+            self._launch_some()
+            while len(self._outbound) > DEPTH or self._staged_bytes > BUDGET_BYTES:
                 self._write_back()
         while self._outbound:
             self._write_back()
         if self._largest is not None:
             self._take_largest(*self._largest)
         return self.traffic
+
+    def _launch_some(self) -> None:
+        while self._jobs and len(self._inbound) < DEPTH:
+            held = sum(_staged(w) + handle.bytes_held for w, _, handle in self._inbound)
+            if self._inbound and held >= BUDGET_BYTES:
+                return
+            self._launch()
+
+    @property
+    def _staged_bytes(self) -> int:
+        return sum(_staged(window) for window, _, _ in self._outbound)
 
     def _launch(self) -> None:
         window, peers = self._jobs.popleft()
@@ -268,6 +278,11 @@ class Averaging:
             handle.wait()
             unpack(window, buffer)
             self.traffic.add(handle.traffic)
+
+
+def _staged(window: Window) -> int:
+    """Return how much memory the window's copy takes."""
+    return 0 if window.in_place else window.numel * window.dtype.itemsize
 
 
 def _stage(window: Window) -> torch.Tensor:

@@ -63,6 +63,11 @@ class _CastInFlight:
         """What the narrow copy moved."""
         return self._inner.traffic
 
+    @property
+    def bytes_held(self) -> int:
+        """The narrow copy, and what its mean takes."""
+        return self._narrow.nbytes + self._inner.bytes_held
+
     def advance(self) -> None:
         """Let the narrow mean go on."""
         self._inner.advance()

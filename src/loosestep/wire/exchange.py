@@ -48,6 +48,7 @@ class Exchange(Protocol):
     """Moves one task's slices between this rank and some of its peers."""
 
     members: list[int]  # the group ranks that this exchange serves
+    in_memory: bool  # whether slices are read where they lie, so that none is sent or stored
 
     def ready(self) -> None:
         """Return when ``read`` can be called."""

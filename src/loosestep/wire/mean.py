@@ -22,10 +22,9 @@ from loosestep.flat import STAGING, slices
 from loosestep.peers import Peers
 from loosestep.wire.exchange import Task
 from loosestep.wire.links import exchanges
-from loosestep.wire.memory import MemoryExchange
 from loosestep.wire.reducer import Done, Handle, Stateless, Traffic
 
-BLOCK = 1 << 15  # elements summed at a time: what is summed stays in the cache
+BLOCK = 1 << 16  # elements summed at a time: what is summed stays in the cache
 SAMPLE = 1 << 12  # elements of every slice from which the replicas' drift is estimated
 
 
@@ -133,6 +132,12 @@ class _MeanInFlight:
         self._exchanges = exchanges(task)
         self._count_bytes()
 
+    @property
+    def bytes_held(self) -> int:
+        """The slices that are sent to this rank and wait to be summed."""
+        stored = [len(e.members) for e in self._exchanges if not e.in_memory]
+        return sum(stored) * self._task.mine.nbytes
+
     def advance(self) -> None:
         """Sum my slice and start to hand it round."""
         if self._reduced:
@@ -193,7 +198,7 @@ class _MeanInFlight:
             moved = sum(
                 self._task.part(p).nbytes + self._task.mine.nbytes for p in exchange.members
             )
-            if isinstance(exchange, MemoryExchange):
+            if exchange.in_memory:
                 self.traffic.bytes_copied += moved
             else:
                 self.traffic.bytes_sent += moved

@@ -23,12 +23,12 @@ import torch
 from loosestep.peers import Peers
 from loosestep.wire.exchange import Task
 
-SLOTS = 64  # buffers that may be under way at once
+SLOTS = 128  # buffers that may be under way at once
 ADDRESS, OFFERED, REDUCED, TAKEN = 0, 1, 2, 3  # the columns of a slot
 COLUMNS = 4 * SLOTS
 PROBE_SECONDS = 0.02  # how often a waiting rank looks whether its neighbours live
-SPIN_SECONDS = 0.002  # how long it only yields its core: longer than neighbours usually differ
-NAP_SECONDS = 0.0002  # then it sleeps between looks, and leaves the core to those it waits for
+SPIN_SECONDS = 0.0002  # how long it only yields its core: the neighbours may be nearly there
+NAP_SECONDS = 0.0001  # then it sleeps between looks, and leaves the core to those it waits for
 
 Row = ctypes.c_int64 * COLUMNS
 _kept: list[object] = []  # boards are never freed: a peer that gave up late may still write
@@ -104,6 +104,8 @@ class Board:
 
 class MemoryExchange:
     """Slices are read where they lie."""
+
+    in_memory = True
 
     def __init__(self, task: Task, board: Board) -> None:
         self.members = sorted(board.neighbours)

@@ -57,6 +57,8 @@ class First(Stateless):
 class _Collective:
     """An operation of the backend under way."""
 
+    bytes_held = 0
+
     def __init__(self, work: dist.Work | None, peers: Peers, traffic: Traffic) -> None:
         assert work is not None, "asked for with async_op=True"
         self.traffic = traffic

@@ -40,6 +40,10 @@ class Handle(Protocol):
     def traffic(self) -> Traffic:
         """What has been moved so far."""
 
+    @property
+    def bytes_held(self) -> int:
+        """How much memory it takes until ``advance`` has been called."""
+
     def advance(self) -> None:
         """Do what can be done before the end, so that other buffers may overtake the wait."""
 
@@ -88,6 +92,8 @@ class Stateless:
 
 class Done:
     """The handle of a reduction that had nothing to do."""
+
+    bytes_held = 0
 
     def __init__(self) -> None:
         self.traffic = Traffic()

@@ -12,6 +12,8 @@ from loosestep.wire.exchange import Task
 class SocketExchange:
     """Slices travel as messages; what arrives is kept in buffers until it is summed."""
 
+    in_memory = False
+
     def __init__(self, task: Task, members: list[int]) -> None:
         self.members = members
         self._task, self._tag = task, task.peers.next_tags(2)
