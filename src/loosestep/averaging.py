@@ -34,7 +34,7 @@ from loosestep.wire import Handle, Mean, Native, Reducer, Traffic
 from loosestep.wire.native import First
 
 DEPTH = 12  # windows on their way in each direction; more: less waiting for each other
-BUDGET_BYTES = 16 << 20  # what they may take together, in each direction; one is always allowed
+BUDGET_BYTES = 12 << 20  # what they may take together, in each direction; one is always allowed
 COUNTER_WINDOW_BYTES = 512 << 10  # counters are widened to 8 bytes on the way
 
 
