@@ -24,7 +24,7 @@ from loosestep.wire.exchange import Task
 from loosestep.wire.links import exchanges
 from loosestep.wire.reducer import Done, Handle, Stateless, Traffic
 
-BLOCK = 1 << 16  # elements summed at a time: what is summed stays in the cache
+BLOCK = 1 << 15  # elements summed at a time: what is summed stays in the cache
 SAMPLE = 1 << 12  # elements of every slice from which the replicas' drift is estimated
 
 
