@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 WINDOW_BYTES = 4 << 20  # larger: fewer messages; smaller: less memory, more overlap
-OWN_WINDOW_BYTES = 128 << 10  # a piece this large is worth a window without a copy
+OWN_WINDOW_BYTES = 512 << 10  # a piece this large is worth a window without a copy
 
 
 @dataclass(frozen=True)
