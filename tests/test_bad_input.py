@@ -113,9 +113,6 @@ class Odd:
     def parameter_levels(self) -> frozenset[str]:
         return frozenset()
 
-    def chains(self) -> list[tuple[str, ...]]:
-        return []
-
 
 def test_a_part_without_a_repr_is_refused() -> None:
     """Ranks compare strategies by their text, which must not hold an address."""

@@ -21,6 +21,7 @@ from loosestep import (
     ddp,
     every,
 )
+from loosestep.flat import OWN_WINDOW_BYTES
 from loosestep.peers import Peers
 from loosestep.testing import RankPool, RanksFailed
 from loosestep.wire import Handle, Mean, Traffic
@@ -95,7 +96,7 @@ class FaultyHandle:
 
 # A run: five syncs of a model of many windows, and a fault on one rank.
 
-NUM_WINDOWS = 16  # more than are ever under way, so that a fault leaves some undone
+NUM_WINDOWS = 28  # more than are ever under way, so that a fault leaves some undone
 STRIKES_AT = NUM_WINDOWS + 3  # the third window of the second sync
 
 
@@ -126,7 +127,9 @@ class Layers(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        weights = [torch.full((1 << 15,), float(dist.get_rank())) for _ in range(NUM_WINDOWS)]
+        weights = [
+            torch.full((OWN_WINDOW_BYTES // 4,), float(dist.get_rank())) for _ in range(NUM_WINDOWS)
+        ]
         self.layers = torch.nn.ParameterList(weights)
 
 

@@ -42,7 +42,7 @@ from loosestep.policies import (
 )
 from loosestep.recipes import Strategy
 from loosestep.scaling import ScalerWatch
-from loosestep.schedule import next_sync
+from loosestep.schedule import chains_of, next_sync
 from loosestep.telemetry import Telemetry
 from loosestep.tensors import Named, holders_of, unique
 from loosestep.topology import Topology
@@ -391,7 +391,7 @@ def _check_levels(strategy: Strategy, topology: Topology) -> None:
                 f"the schedule names the level {level!r}, which the topology does not have; "
                 f"it has {known}"
             )
-    for chain in schedule.chains():
+    for chain in chains_of(schedule):
         if list(chain) != sorted(chain, key=known.index):
             raise ValueError(
                 f"a schedule must name its levels from narrow to wide: it has {list(chain)}, the "

@@ -42,9 +42,6 @@ class Schedule(Protocol):
     def parameter_levels(self) -> frozenset[str]:
         """Return every level that may average parameters."""
 
-    def chains(self) -> list[tuple[str, ...]]:
-        """Return lists of levels that must go from narrow to wide."""
-
 
 @dataclass(frozen=True)
 class Always:
@@ -63,10 +60,6 @@ class Always:
     def parameter_levels(self) -> frozenset[str]:
         """Return the one level that averages, if any."""
         return _named(self.sync.parameters)
-
-    def chains(self) -> list[tuple[str, ...]]:
-        """Return nothing: one level has no order."""
-        return []
 
 
 @dataclass(frozen=True)
@@ -116,7 +109,7 @@ class After:
 
     def chains(self) -> list[tuple[str, ...]]:
         """Return those of both halves."""
-        return [*self.before.chains(), *self.then.chains()]
+        return [*chains_of(self.before), *chains_of(self.then)]
 
 
 def every(period: int, level: str = "world", *, gradients: str | None = None) -> Levels:
@@ -169,6 +162,12 @@ def after(start: int, then: Schedule, before: Schedule | None = None) -> After:
     if not _is_whole(start) or start < 0:
         raise ValueError(f"start must be a whole number >= 0, got {start!r}")
     return After(start, then, always(gradients="world") if before is None else before)
+
+
+def chains_of(schedule: Schedule) -> list[tuple[str, ...]]:
+    """Return the lists of levels that must go from narrow to wide; not every schedule has one."""
+    chains: list[tuple[str, ...]] = schedule.chains() if hasattr(schedule, "chains") else []
+    return chains
 
 
 def next_sync(schedule: Schedule, step: int, level: str | None = None) -> tuple[int, str] | None:
