@@ -188,7 +188,9 @@ class Peers:
             for message in messages
         ]
         works = dist.batch_isend_irecv(operations)
-        return [Transfer(work, self, m.peer) for work, m in zip(works, messages, strict=False)]
+        if len(works) != len(messages):  # one for all of them, which does not say whose it is
+            return [Transfer(work, self, None) for work in works]
+        return [Transfer(work, self, m.peer) for work, m in zip(works, messages, strict=True)]
 
     def _exchange_equal(self, payload: bytes, lengths: Sequence[int]) -> list[bytes]:
         if self.size == 1:
@@ -222,7 +224,7 @@ class Transfer:
 
     work: dist.Work
     peers: Peers
-    peer: int
+    peer: int | None  # None: several messages in one
 
     def wait(self) -> None:
         """Return when the message is through, or raise ``PeerLost`` naming the peer."""
