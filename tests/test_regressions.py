@@ -35,6 +35,7 @@ from loosestep import (
 from loosestep.averaging import Averager
 from loosestep.flat import windows
 from loosestep.groups import private_twin, world_group
+from loosestep.hooks import plain
 from loosestep.peers import peers_of
 from loosestep.testing import RankPool
 from tests.oracle import equal, loss_of, make_net, sgd, snapshot
@@ -233,3 +234,61 @@ def fail_in_the_middle() -> bool:
 def test_averaged_gives_back_after_an_error(pool: RankPool) -> None:
     """Whatever happens inside, every rank has its own parameters afterwards."""
     assert pool.run(2, fail_in_the_middle) == [True, True]
+
+
+class Crossed(torch.nn.Module):
+    """Two layers that even ranks go through in one order and odd ranks in the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.left, self.right = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, inputs: torch.Tensor, rank: int) -> torch.Tensor:
+        layers = [self.left, self.right][:: 1 if rank % 2 == 0 else -1]
+        return layers[1](torch.tanh(layers[0](inputs)))
+
+
+def crossed_loss(net: Crossed, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return net(torch.randn(4, 6, generator=generator), rank).square().sum()
+
+
+def share_crossed() -> bool:
+    plain.BUCKET_BYTES = 4 * (36 + 6)  # a bucket for each layer
+    net, rank = Crossed(), dist.get_rank()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with attach(net, optimizer, ddp()):
+        crossed_loss(net, rank).backward()
+    plain.BUCKET_BYTES = 25 << 20
+    both = [Crossed(), Crossed()]
+    for other, replica in enumerate(both):
+        crossed_loss(replica, other).backward()
+    pairs = zip(net.parameters(), *(replica.parameters() for replica in both), strict=True)
+    grads = [[p.grad for p in same] for same in pairs]
+    return all(torch.allclose(ours, (a + b) / 2) for ours, a, b in grads if ours is not None)
+
+
+def test_buckets_pair_up_though_ranks_fill_them_in_another_order(pool: RankPool) -> None:
+    """Collectives are launched in one order on all ranks, whatever backward reaches first."""
+    assert pool.run(2, share_crossed) == [True, True]
+
+
+def infinite_outside_the_model() -> tuple[float, float]:
+    torch.manual_seed(0)
+    net, extra = torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([*net.parameters(), extra], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with attach(net, optimizer, ddp(), scaler=scaler):
+        scaler.scale(net(torch.ones(1, 2)).sum()).backward()
+        extra.grad = torch.full((1,), float("inf") if dist.get_rank() else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return float(net.weight.detach().sum()), scaler.get_scale()
+
+
+def test_one_infinite_gradient_makes_all_skip(pool: RankPool) -> None:
+    """Also one that is not shared, of a parameter beside the model: else the models part."""
+    torch.manual_seed(0)
+    untouched = float(torch.nn.Linear(2, 2).weight.detach().sum())
+    assert pool.run(2, infinite_outside_the_model) == [(untouched, 2.0)] * 2
