@@ -287,6 +287,32 @@ def infinite_outside_the_model() -> tuple[float, float]:
     return float(net.weight.detach().sum()), scaler.get_scale()
 
 
+def left_out_step() -> tuple[float, float]:
+    """Unscale without a step, as a loop does that drops a batch; then meet an infinity."""
+    torch.manual_seed(0)
+    net, extra = torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([*net.parameters(), extra], lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with attach(net, optimizer, ddp(), scaler=scaler):
+        for step in range(2):
+            optimizer.zero_grad()
+            scaler.scale(net(torch.ones(1, 2)).sum()).backward()
+            extra.grad = torch.full((1,), float("inf") if step and dist.get_rank() else 1.0)
+            if step == 0:
+                scaler.unscale_(optimizer)
+            else:
+                scaler.step(optimizer)
+            scaler.update()
+    return float(net.weight.detach().sum()), scaler.get_scale()
+
+
+def test_a_dropped_batch_leaves_the_scaler_agreed(pool: RankPool) -> None:
+    """``unscale_`` without ``step`` does not make the next step forget to agree."""
+    torch.manual_seed(0)
+    untouched = float(torch.nn.Linear(2, 2).weight.detach().sum())
+    assert pool.run(2, left_out_step) == [(untouched, 2.0)] * 2
+
+
 def test_one_infinite_gradient_makes_all_skip(pool: RankPool) -> None:
     """Also one that is not shared, of a parameter beside the model: else the models part."""
     torch.manual_seed(0)

@@ -30,16 +30,17 @@ class ScalerWatch:
         self.stepping = False
         self._scaler, self._optimizer = scaler, optimizer
         self._gradient_peers, self._step_done = gradient_peers, step_done
-        self._unscale, self._step = scaler.unscale_, scaler.step
+        self._unscale, self._step, self._update = scaler.unscale_, scaler.step, scaler.update
         self._unscaled = False
         if scaler.is_enabled():
             # On the instance: the class and other scalers stay as they are.
             scaler.unscale_ = self._agreed_unscale  # type: ignore[method-assign]
             scaler.step = self._counted_step  # type: ignore[method-assign]
+            scaler.update = self._noted_update  # type: ignore[method-assign]
 
     def close(self) -> None:
         """Give the scaler its own methods back."""
-        for name in ("unscale_", "step"):
+        for name in ("unscale_", "step", "update"):
             self._scaler.__dict__.pop(name, None)
 
     def _agreed_unscale(self, optimizer: torch.optim.Optimizer) -> None:
@@ -60,6 +61,10 @@ class ScalerWatch:
             self.stepping = self._unscaled = False
         self._step_done()
         return result
+
+    def _noted_update(self, *args: Any, **kwargs: Any) -> None:
+        self._unscaled = False  # as in the scaler itself: gradients of before do not count
+        self._update(*args, **kwargs)
 
     def _agree_on_inf(self) -> None:
         peers = self._gradient_peers()
