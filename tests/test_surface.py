@@ -35,11 +35,15 @@ post_localSGD_hook post_local_sgd
 FLOW = """
 errors clock places deadline blame groups schedule peers tensors policies flat binding replicas
 topology
-wire.exchange wire.reducer wire.sockets wire.memory wire.links wire.mean wire.native wire.cast wire
+wire.exchange wire.reducer wire.sockets wire.kernel wire.memory wire.links wire.mean wire.parcels wire.native
+wire.cast wire
 telemetry.sinks telemetry.record telemetry
 averaging parameters averagers
-hooks hooks.adapters hooks.gradients hooks.ddp hooks.plain hooks.fsdp hooks.post_local_sgd
 optim optim.idle optim.post_local_sgd
+optim.kinds optim.spent optim.zero_options optim.prepare optim.shards optim.shard_set
+optim.shard_state optim.shard_checkpoint optim.shard_wire optim.stepping optim.zero
+hooks hooks.adapters hooks.gradients hooks.ddp hooks.plain hooks.fsdp hooks.post_local_sgd
+hooks.zero
 recipes scaling attach
 """.split()
 

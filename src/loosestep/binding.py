@@ -61,10 +61,17 @@ def state(named: Sequence[Named], *agreements: str) -> Statement:
     return Statement((*agreements, *lines))
 
 
-def agree(peers: Peers, statement: Statement, progress: Progress | None = None) -> list[Header]:
+def agree(
+    peers: Peers,
+    statement: Statement,
+    progress: Progress | None = None,
+    *,
+    about: str = "average",
+) -> list[Header]:
     """Exchange headers; raise the same ``RankMismatch`` on every rank where they differ.
 
-    Ranks may differ in their step where one of them is ``final``.
+    Ranks may differ in their step where one of them is ``final``. ``about`` is the verb for what
+    they disagree about.
     """
     at = Progress() if progress is None else progress
     mine = Header(statement.digest, at.step, at.final, at.clean)
@@ -72,7 +79,7 @@ def agree(peers: Peers, statement: Statement, progress: Progress | None = None) 
         return [mine]
     headers = [Header.decode(payload) for payload in peers.exchange_fixed(mine.encode())]
     if any(header.digest != mine.digest for header in headers):
-        raise _explain(peers, statement)
+        raise _explain(peers, statement, about)
     if len({header.step for header in headers if not header.final}) > 1:
         steps = {rank: h.step for rank, h in zip(peers.global_ranks, headers, strict=True)}
         raise RankMismatch(
@@ -83,7 +90,7 @@ def agree(peers: Peers, statement: Statement, progress: Progress | None = None) 
     return headers
 
 
-def _explain(peers: Peers, statement: Statement) -> RankMismatch:
+def _explain(peers: Peers, statement: Statement, about: str) -> RankMismatch:
     payloads = peers.exchange(json.dumps(statement.lines).encode())
     stated = [tuple(json.loads(payload)) for payload in payloads]
     longest = max(len(lines) for lines in stated)
@@ -91,8 +98,8 @@ def _explain(peers: Peers, statement: Statement) -> RankMismatch:
         said = [lines[index] if index < len(lines) else "nothing more" for lines in stated]
         if len(set(said)) > 1:
             return RankMismatch(
-                f"{_me(peers)}ranks disagree about what to average on level {peers.level!r}: "
-                f"{_who_says_what(peers, said)}. Nothing has been averaged; build the same "
+                f"{_me(peers)}ranks disagree about what to {about} on level {peers.level!r}: "
+                f"{_who_says_what(peers, said)}. Nothing has been changed; build the same "
                 "model, optimizer and schedule on every rank"
             )
     raise AssertionError("digests differ but statements do not")

@@ -65,8 +65,10 @@ class Pool:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a flat buffer of ``numel`` elements with any content."""
         room = _size_class(numel * dtype.itemsize)
-        free = self._free.get((device, room))
-        memory = free.pop() if free else torch.empty(room, dtype=torch.uint8, device=device)
+        try:  # not "if there is one": another thread may take it in between
+            memory = self._free[device, room].pop()
+        except (KeyError, IndexError):
+            memory = torch.empty(room, dtype=torch.uint8, device=device)
         return memory.view(dtype)[:numel]
 
     def give(self, buffer: torch.Tensor) -> None:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from loosestep.peers import Peers
 from loosestep.places import host_key
 from loosestep.wire.exchange import Exchange, Task
-from loosestep.wire.memory import Board, MemoryExchange, Neighbour, copy_from, copy_to
+from loosestep.wire.kernel import copy_from, copy_to
+from loosestep.wire.memory import Board, MemoryExchange, Neighbour
 from loosestep.wire.sockets import SocketExchange
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ _boards: weakref.WeakKeyDictionary[dist.ProcessGroup, Board] = weakref.WeakKeyDi
 
 def exchanges(task: Task) -> list[Exchange]:
     """Start to exchange a task's slices with all peers; a group's first call is collective."""
-    board = _board(task.peers)
+    board = board_of(task.peers)
     neighbours = set(board.neighbours) if task.buffer.device.type == "cpu" else set()
     distant = [p for p in task.peers.others if p not in neighbours]
     started: list[Exchange] = []
@@ -40,7 +41,8 @@ def use_network(group: dist.ProcessGroup) -> None:
     _boards[group] = Board(dist.get_world_size(group))
 
 
-def _board(peers: Peers) -> Board:
+def board_of(peers: Peers) -> Board:
+    """Return who is reached through memory; a group's first call is collective."""
     group = peers.process_group
     assert group is not None, "a group of one exchanges nothing"
     if group not in _boards:
@@ -86,9 +88,10 @@ class _Card(NamedTuple):
 def _reachable(card: _Card, row: int) -> bool:
     """Read the neighbour's random number and write a 0 to the row that it keeps for me."""
     probe, zero = ctypes.c_int64(), ctypes.c_int64(0)
-    if copy_from(card.pid, card.address, ctypes.addressof(probe), 8) or probe.value != card.nonce:
+    error = copy_from(card.pid, [(card.address, 8)], [(ctypes.addressof(probe), 8)])
+    if error or probe.value != card.nonce:
         return False  # not the process that it seems to be: nothing may be written there
-    return copy_to(card.pid, row, ctypes.addressof(zero), 8) == ""
+    return copy_to(card.pid, [(row, 8)], [(ctypes.addressof(zero), 8)]) == ""
 
 
 def _say(peers: Peers, board: Board) -> None:

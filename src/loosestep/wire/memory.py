@@ -12,16 +12,16 @@ that it needs nothing more, so nobody touches the memory of a process that may h
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
-import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from loosestep.peers import Peers
 from loosestep.wire.exchange import Task
+from loosestep.wire.kernel import copy_from, copy_to
 
 SLOTS = 128  # buffers that may be under way at once
 ADDRESS, OFFERED, REDUCED, TAKEN = 0, 1, 2, 3  # the columns of a slot
@@ -31,6 +31,7 @@ SPIN_SECONDS = 0.0002  # how long it only yields its core: the neighbours may be
 NAP_SECONDS = 0.0001  # then it sleeps between looks, and leaves the core to those it waits for
 
 Row = ctypes.c_int64 * COLUMNS
+Ranges = Sequence[tuple[int, int]]  # of elements: first, and one after the last
 _kept: list[object] = []  # boards are never freed: a peer that gave up late may still write
 
 
@@ -61,7 +62,9 @@ class Board:
         """Write a number into a neighbour's board."""
         neighbour = self.neighbours[member]
         number = ctypes.c_int64(value)
-        error = copy_to(neighbour.pid, neighbour.row + 8 * column, ctypes.addressof(number), 8)
+        error = copy_to(
+            neighbour.pid, [(neighbour.row + 8 * column, 8)], [(ctypes.addressof(number), 8)]
+        )
         if error:
             raise peers.lost(member, error)
 
@@ -93,13 +96,57 @@ class Board:
             if not self._owes(member):
                 continue
             mine = ctypes.c_int64()
-            error = copy_from(neighbour.pid, neighbour.row, ctypes.addressof(mine), 8)
+            error = copy_from(neighbour.pid, [(neighbour.row, 8)], [(ctypes.addressof(mine), 8)])
             if error:
                 raise peers.lost(member, error)
 
     def _owes(self, member: int) -> bool:
         row = self.rows[member]
-        return any(row[4 * slot + TAKEN] < number for slot, number in self.open.items())
+        return any(row[4 * slot + TAKEN] < number for slot, number in list(self.open.items()))
+
+
+class Slot:
+    """One buffer that this rank offers to its neighbours, and theirs that it reads in turn."""
+
+    def __init__(self, board: Board, peers: Peers, buffer: torch.Tensor) -> None:
+        self.members = sorted(board.neighbours)
+        self._board, self._peers = board, peers
+        board.started += 1
+        self._number, self._place = board.started, board.started % SLOTS
+        assert self._place not in board.open, "too many buffers under way at once"
+        board.open[self._place] = self._number
+        self.tell(ADDRESS, buffer.data_ptr())
+        self.tell(OFFERED)
+
+    def tell(self, mark: int, value: int | None = None) -> None:
+        """Tell all neighbours that I have come to ``mark``."""
+        for member in self.members:
+            self.tell_one(member, mark, value)
+
+    def tell_one(self, member: int, mark: int, value: int | None = None) -> None:
+        """Tell one of them."""
+        said = self._number if value is None else value
+        self._board.tell(self._peers, member, 4 * self._place + mark, said)
+
+    def wait(self, member: int, mark: int) -> None:
+        """Return when a neighbour has come to ``mark``."""
+        self._board.wait(self._peers, member, 4 * self._place + mark, self._number)
+
+    def read(self, member: int, ranges: Ranges, into: Sequence[torch.Tensor]) -> None:
+        """Copy ranges of elements of a neighbour's buffer to contiguous tensors, in this order."""
+        neighbour, size = self._board.neighbours[member], into[0].element_size()
+        base = self._board.rows[member][4 * self._place + ADDRESS]
+        there = [(base + start * size, (stop - start) * size) for start, stop in ranges]
+        here = [(tensor.data_ptr(), tensor.numel() * size) for tensor in into]
+        error = copy_from(neighbour.pid, there, here)
+        if error:
+            raise self._peers.lost(member, error)
+
+    def close(self) -> None:
+        """Return when the neighbours have taken what they need of my buffer."""
+        for member in self.members:
+            self.wait(member, TAKEN)
+        del self._board.open[self._place]
 
 
 class MemoryExchange:
@@ -108,96 +155,32 @@ class MemoryExchange:
     in_memory = True
 
     def __init__(self, task: Task, board: Board) -> None:
-        self.members = sorted(board.neighbours)
-        self._task, self._board = task, board
-        board.started += 1
-        self._number, self._slot = board.started, board.started % SLOTS
-        assert self._slot not in board.open, "too many buffers under way at once"
-        board.open[self._slot] = self._number
-        self._tell(ADDRESS, task.buffer.data_ptr())
-        self._tell(OFFERED, self._number)
+        self._task, self._slot = task, Slot(board, task.peers, task.buffer)
+        self.members = self._slot.members
 
     def ready(self) -> None:
         """Return when the neighbours have told where their buffers lie."""
         for member in self.members:
-            self._wait(member, OFFERED)
+            self._slot.wait(member, OFFERED)
 
     def read(self, member: int, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
         """Copy elements of my slice out of a neighbour's buffer."""
         first = self._task.bounds[self._task.peers.group_rank][0]
-        return self._copy(member, first + start, scratch[: stop - start])
+        into = scratch[: stop - start]
+        self._slot.read(member, [(first + start, first + stop)], [into])
+        return into
 
     def publish(self) -> None:
         """Tell the neighbours that my slice holds the result."""
-        self._tell(REDUCED, self._number)
+        self._slot.tell(REDUCED)
 
     def collect(self) -> None:
         """Copy every neighbour's result into its place."""
         for member in self.members:
-            self._wait(member, REDUCED)
-            self._copy(member, self._task.bounds[member][0], self._task.part(member))
-            self._board.tell(self._task.peers, member, self._column(TAKEN), self._number)
+            self._slot.wait(member, REDUCED)
+            self._slot.read(member, [self._task.bounds[member]], [self._task.part(member)])
+            self._slot.tell_one(member, TAKEN)
 
     def release(self) -> None:
         """Return when the neighbours have taken my result."""
-        for member in self.members:
-            self._wait(member, TAKEN)
-        del self._board.open[self._slot]
-
-    def _copy(self, member: int, start: int, into: torch.Tensor) -> torch.Tensor:
-        neighbour, size = self._board.neighbours[member], into.element_size()
-        address = self._board.rows[member][self._column(ADDRESS)] + start * size
-        error = copy_from(neighbour.pid, address, into.data_ptr(), into.numel() * size)
-        if error:
-            raise self._task.peers.lost(member, error)
-        return into
-
-    def _column(self, mark: int) -> int:
-        return 4 * self._slot + mark
-
-    def _tell(self, mark: int, value: int) -> None:
-        for member in self.members:
-            self._board.tell(self._task.peers, member, self._column(mark), value)
-
-    def _wait(self, member: int, mark: int) -> None:
-        self._board.wait(self._task.peers, member, self._column(mark), self._number)
-
-
-class _IoVec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
-@functools.cache
-def _kernel_copy(name: str) -> ctypes._NamedFuncPointer | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
-    if function is not None:
-        vectors = ctypes.POINTER(_IoVec)
-        function.restype = ctypes.c_ssize_t
-        function.argtypes = [ctypes.c_int, vectors, ctypes.c_ulong, vectors] + [ctypes.c_ulong] * 2
-    return function
-
-
-def copy_from(pid: int, address: int, into: int, size: int) -> str:
-    """Copy ``size`` bytes out of process ``pid``; return what went wrong, or ''."""
-    return _copy("process_vm_readv", pid, into, address, size)
-
-
-def copy_to(pid: int, address: int, source: int, size: int) -> str:
-    """Copy ``size`` bytes into process ``pid``; return what went wrong, or ''."""
-    return _copy("process_vm_writev", pid, source, address, size)
-
-
-def _copy(name: str, pid: int, here: int, there: int, size: int) -> str:
-    function = _kernel_copy(name)
-    if function is None:
-        return "reading other processes' memory is not available here"
-    done = 0
-    while done < size:
-        local, remote = _IoVec(here + done, size - done), _IoVec(there + done, size - done)
-        count = function(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
-        if count <= 0:
-            return f"its memory cannot be reached: {os.strerror(ctypes.get_errno())}"
-        done += count
-    return ""
+        self._slot.close()

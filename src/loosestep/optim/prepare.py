@@ -1,0 +1,102 @@
+"""What happens to gradients between their mean and the step: unscale, agree, clip.
+
+All of it works on parts of gradients: every rank looks at what it owns, and the group agrees.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from loosestep.peers import Peers, Phase
+
+
+def total_norm(parts: Iterable[torch.Tensor], norm_type: float, peers: Peers) -> float:
+    """Return the norm of all members' parts together, the same number on every one.
+
+    (sum over members of norm^p)^(1/p); the largest for p = inf.
+    """
+    own = float(torch.nn.utils.get_total_norm(list(parts), norm_type))
+    talking = peers.during(Phase("agreeing on the norm of the gradients"))
+    payloads = talking.exchange_fixed(struct.pack("<d", own))
+    norms = [struct.unpack("<d", payload)[0] for payload in payloads]
+    if any(math.isnan(norm) for norm in norms):
+        return math.nan
+    if math.isinf(norm_type) or max(norms) in (0.0, math.inf):
+        return float(max(norms))
+    return float(sum(norm**norm_type for norm in norms) ** (1.0 / norm_type))
+
+
+def scale_to_norm_(gradients: Sequence[torch.Tensor], norm: float, max_norm: float) -> None:
+    """Shrink gradients whose norm is above ``max_norm``, as ``clip_grad_norm_`` does."""
+    multiply_(gradients, min(1.0, max_norm / (norm + 1e-6)))
+
+
+def multiply_(gradients: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply all of them, in place."""
+    if gradients:
+        torch._foreach_mul_(list(gradients), factor)
+
+
+def inverse_of(scale: torch.Tensor) -> torch.Tensor:
+    """Return 1 / scale as a GradScaler computes it."""
+    return scale.double().reciprocal().float()
+
+
+class ScalerLink:
+    """Unscales for a GradScaler where it cannot see the gradients, and agrees on what is infinite.
+
+    The scaler then steps and updates as if it had unscaled them itself.
+    """
+
+    def __init__(
+        self,
+        scaler: torch.amp.GradScaler,
+        optimizer: torch.optim.Optimizer,
+        peers: Callable[[], Peers],
+    ) -> None:
+        self._scaler, self._optimizer, self._peers = scaler, optimizer, peers
+
+    def unscale_(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Divide gradients by the scale; return whether any member's were infinite."""
+        device = gradients[0].device if gradients else self._scaler._device
+        if self._scaler._scale is None:  # nothing was scaled here: this rank has had no batch
+            self._scaler._lazy_init_scale_growth_tracker(torch.device(device))
+        scale = self._scaler._scale
+        assert scale is not None
+        multiply_(gradients, inverse_of(scale).to(device))
+        peers = self._peers().during(Phase("agreeing whether gradients are finite"))
+        found = any(payload != b"\0" for payload in peers.exchange_fixed(bytes([_bad(gradients)])))
+        state = self._scaler._per_optimizer_states[id(self._optimizer)]
+        state["found_inf_per_device"] = {scale.device: torch.full_like(scale, float(found))}
+        state["stage"] = OptState.UNSCALED
+        return found
+
+    def take_over(self, held: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """Let the scaler's own ``unscale_`` do it this way for this optimizer."""
+        stock = self._scaler.unscale_
+
+        def unscale_(optimizer: torch.optim.Optimizer) -> None:
+            if optimizer is not self._optimizer:
+                stock(optimizer)
+                return
+            stage = self._scaler._per_optimizer_states[id(optimizer)]["stage"]
+            if stage is not OptState.READY:
+                raise RuntimeError(
+                    "unscale_() has been called on this optimizer since the last update()"
+                )
+            self.unscale_(held())
+
+        # On the instance: the class and other scalers stay as they are.
+        self._scaler.unscale_ = unscale_  # type: ignore[method-assign]
+
+
+def _bad(gradients: Sequence[torch.Tensor]) -> bool:
+    if not gradients:
+        return False
+    largest = torch._foreach_norm(list(gradients), math.inf)
+    return not bool(torch.stack([norm.float() for norm in largest]).isfinite().all())

@@ -1,0 +1,60 @@
+"""What is left in ``param.grad`` when the step has been taken inside backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+class SpentGradient(torch.Tensor):
+    """Stands for a gradient that has been used and is gone; reading it is an error.
+
+    With None in its place, ``clip_grad_norm_`` or a GradScaler that come too late would do nothing
+    and say nothing.
+    """
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor) -> SpentGradient:
+        """Look like the parameter's gradient, without memory."""
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            parameter.shape,
+            strides=parameter.stride(),
+            dtype=parameter.dtype,
+            device=parameter.device,
+        )
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        """Keep nothing."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse every operation."""
+        raise RuntimeError(
+            "this gradient is gone: backward has taken the optimizer's step with it already "
+            "(overlap_with_ddp=True). To clip or to scale, say so when the optimizer is made: "
+            "ZeroOptions(clip_norm=1.0) or ZeroOptions(scaler=scaler); to read gradients, use "
+            f"overlap_with_ddp=False ({func})"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Say what it is."""
+        return f"SpentGradient({tuple(self.shape)})"
+
+
+def spend(parameters: Iterable[torch.Tensor]) -> None:
+    """Replace gradients that have been used."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = SpentGradient(parameter)
+
+
+def forget_spent(parameters: Iterable[torch.Tensor]) -> None:
+    """Make room for new gradients."""
+    for parameter in parameters:
+        if isinstance(parameter.grad, SpentGradient):
+            parameter.grad = None

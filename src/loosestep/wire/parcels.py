@@ -1,0 +1,300 @@
+"""Every rank gives every other a parcel: some ranges of a flat tensor of its own.
+
+Gradients go to their owners so (each rank sends each owner the ranges that it owns), and
+parameters come back so (each owner sends all others the same ranges). Parcels travel as one
+message each, or are read where they lie, as in ``exchange``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from loosestep.flat import STAGING
+from loosestep.peers import Message, Peers, Transfer
+from loosestep.wire.links import board_of
+from loosestep.wire.mean import BLOCK, mean_into
+from loosestep.wire.memory import OFFERED, TAKEN, Board, Ranges, Slot
+from loosestep.wire.reducer import Traffic
+
+
+@dataclass(frozen=True)
+class Parcels:
+    """What is given and got, by group rank; all ranges count elements of the giver's tensor."""
+
+    source: torch.Tensor  # flat and contiguous; not to be written before ``release``
+    outgoing: Sequence[Ranges]
+    incoming: Sequence[Ranges]
+    peers: Peers
+
+
+class Delivery(Protocol):
+    """Parcels under way between this rank and some of its peers."""
+
+    members: list[int]
+    in_memory: bool
+
+    def ready(self) -> None:
+        """Return when the parcels for this rank can be read."""
+
+    def read(self, member: int, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
+        """Return some elements of a member's parcel; ``scratch`` may hold them."""
+
+    def unpack(self, member: int, places: Sequence[torch.Tensor]) -> None:
+        """Write a member's parcel to flat places, one after the other."""
+
+    def taken(self) -> None:
+        """Say that this rank has read everything."""
+
+    def release(self) -> None:
+        """Return when nobody needs the source any more."""
+
+
+def deliver(parcels: Parcels) -> list[Delivery]:
+    """Start to deliver to all peers; a group's first call is collective."""
+    if parcels.peers.size == 1:
+        return []
+    board = board_of(parcels.peers)
+    near = set(board.neighbours) if parcels.source.device.type == "cpu" else set()
+    distant = [p for p in parcels.peers.others if p not in near]
+    started: list[Delivery] = []
+    if near:
+        started.append(MemoryDelivery(parcels, board))
+    if distant:
+        started.append(SocketDelivery(parcels, distant))
+    return started
+
+
+class MemoryDelivery:
+    """Parcels are read where they lie."""
+
+    in_memory = True
+
+    def __init__(self, parcels: Parcels, board: Board) -> None:
+        self._parcels, self._slot = parcels, Slot(board, parcels.peers, parcels.source)
+        self.members = self._slot.members
+
+    def ready(self) -> None:
+        """Return when the neighbours have told where their tensors lie."""
+        for member in self.members:
+            self._slot.wait(member, OFFERED)
+
+    def read(self, member: int, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
+        """Copy some of a neighbour's elements to the front of ``scratch``."""
+        into = scratch[: stop - start]
+        self._slot.read(member, clip(self._parcels.incoming[member], start, stop), [into])
+        return into
+
+    def unpack(self, member: int, places: Sequence[torch.Tensor]) -> None:
+        """Copy a neighbour's parcel straight to its places."""
+        self._slot.read(member, self._parcels.incoming[member], places)
+
+    def taken(self) -> None:
+        """Let the neighbours have their memory back."""
+        self._slot.tell(TAKEN)
+
+    def release(self) -> None:
+        """Return when the neighbours have read mine."""
+        self._slot.close()
+
+
+class SocketDelivery:
+    """Parcels travel as messages."""
+
+    in_memory = False
+
+    def __init__(self, parcels: Parcels, members: list[int]) -> None:
+        self.members = members
+        self._peers = parcels.peers
+        source = parcels.source
+        sizes = {p: length(parcels.incoming[p]) for p in members}
+        self._inbox = {p: STAGING.take(sizes[p], source.dtype, source.device) for p in members}
+        self._packed: list[torch.Tensor] = []
+        outbox = {p: self._pack(source, parcels.outgoing[p]) for p in members}
+        self._arriving, self._leaving = self._post(outbox)
+
+    def ready(self) -> None:
+        """Return when all parcels have arrived."""
+        for transfer in self._arriving:
+            transfer.wait()
+
+    def read(self, member: int, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
+        """Return a view of what arrived."""
+        return self._inbox[member][start:stop]
+
+    def unpack(self, member: int, places: Sequence[torch.Tensor]) -> None:
+        """Copy what arrived to its places."""
+        sizes = [place.numel() for place in places]
+        torch._foreach_copy_(list(places), list(torch.split(self._inbox[member], sizes)))
+
+    def taken(self) -> None:
+        """Keep the room for the next parcels."""
+        for buffer in self._inbox.values():
+            STAGING.give(buffer)
+        self._inbox.clear()
+
+    def release(self) -> None:
+        """Return when everything that I sent has left."""
+        for transfer in self._leaving:
+            transfer.wait()
+        for buffer in self._packed:
+            STAGING.give(buffer)
+        self._packed.clear()
+
+    def _pack(self, source: torch.Tensor, ranges: Ranges) -> torch.Tensor:
+        if len(ranges) == 1:
+            return source[ranges[0][0] : ranges[0][1]]
+        self._packed.append(pack(source, ranges))
+        return self._packed[-1]
+
+    def _post(self, outbox: dict[int, torch.Tensor]) -> tuple[list[Transfer], list[Transfer]]:
+        tag = self._peers.next_tags(1)
+        receives = [_message(t, p, outgoing=False) for p, t in self._inbox.items() if t.numel()]
+        sends = [_message(t, p, outgoing=True) for p, t in outbox.items() if t.numel()]
+        transfers = self._peers.post([*receives, *sends], tag)
+        if len(transfers) != len(receives) + len(sends):  # the backend made one of all
+            return transfers, []
+        return transfers[: len(receives)], transfers[len(receives) :]
+
+
+def _message(tensor: torch.Tensor, peer: int, *, outgoing: bool) -> Message:
+    return Message(tensor.view(torch.uint8), peer, outgoing=outgoing)
+
+
+class ReduceToOwners:
+    """The mean of a flat buffer, of which every member gets the ranges that it owns.
+
+    The sum is taken in rank order, so it does not depend on who arrives first: in the buffer's
+    own precision as an all-reduce would, but 16-bit values are summed in 32 bits.
+    """
+
+    def __init__(self, buffer: torch.Tensor, owned: Sequence[Ranges], peers: Peers) -> None:
+        self._buffer, self._owned, self._peers = buffer, owned[peers.group_rank], peers
+        incoming = [self._owned] * peers.size
+        self._deliveries = deliver(Parcels(buffer, owned, incoming, peers))
+        self.traffic = _traffic(self._deliveries, buffer, owned)
+
+    def wait(self) -> torch.Tensor:
+        """Return the mean of what this rank owns, packed into one flat tensor (from STAGING)."""
+        for delivery in self._deliveries:
+            delivery.ready()
+        result = pack(self._buffer, self._owned)
+        scratch = {
+            member: STAGING.take(BLOCK, result.dtype, result.device)
+            for delivery in self._deliveries
+            for member in delivery.members
+        }
+        for start in range(0, result.numel(), BLOCK):
+            self._sum(result[start : start + BLOCK], start, scratch)
+        for room in scratch.values():
+            STAGING.give(room)
+        for delivery in self._deliveries:
+            delivery.taken()
+        return result
+
+    def release(self) -> None:
+        """Return when the buffer is this rank's alone again."""
+        for delivery in self._deliveries:
+            delivery.release()
+
+    def _sum(self, own: torch.Tensor, start: int, scratch: dict[int, torch.Tensor]) -> None:
+        replicas = [own] * self._peers.size
+        for delivery in self._deliveries:
+            for member in delivery.members:
+                stop = start + own.numel()
+                replicas[member] = delivery.read(member, start, stop, scratch[member])
+        mean_of_gradients(own, replicas, self._peers.weights)
+
+
+def mean_of_gradients(
+    own: torch.Tensor, replicas: list[torch.Tensor], weights: Sequence[float] | None
+) -> None:
+    """Write the mean of ``replicas``, one of which is ``own``, to ``own``; the others are used up.
+
+    >>> own = torch.tensor([1.0, 2.0])
+    >>> mean_of_gradients(own, [own, torch.tensor([3.0, 6.0])], None)
+    >>> own
+    tensor([2., 4.])
+    """
+    if len(replicas) == 1:
+        return
+    if weights is not None or own.dtype.itemsize < 4:
+        mean_into(own, replicas, weights)
+        return
+    # In rank order, and ``own`` is only overwritten once it has been added.
+    total = own if any(own is replica for replica in replicas[:2]) else replicas[0]
+    torch.add(replicas[0], replicas[1], out=total)
+    for replica in replicas[2:]:
+        total.add_(replica)
+    torch.mul(total, 1.0 / len(replicas), out=own)
+
+
+class GatherFromOwners:
+    """Every member's packed values, written to their places in all others' tensors."""
+
+    def __init__(
+        self, mine: torch.Tensor, places: Sequence[Sequence[torch.Tensor]], peers: Peers
+    ) -> None:
+        self.mine, self._places = mine, places
+        outgoing = [[(0, mine.numel())]] * peers.size
+        incoming = [[(0, sum(place.numel() for place in member))] for member in places]
+        self._deliveries = deliver(Parcels(mine, outgoing, incoming, peers))
+        self.traffic = _traffic(self._deliveries, mine, outgoing)
+
+    def wait(self) -> None:
+        """Return when all places hold their owners' values and nobody needs mine any more."""
+        for delivery in self._deliveries:
+            delivery.ready()
+            for member in delivery.members:
+                if self._places[member]:
+                    delivery.unpack(member, self._places[member])
+            delivery.taken()
+        for delivery in self._deliveries:
+            delivery.release()
+
+
+def _traffic(
+    deliveries: Sequence[Delivery], source: torch.Tensor, outgoing: Sequence[Ranges]
+) -> Traffic:
+    traffic = Traffic()
+    for delivery in deliveries:
+        moved = source.element_size() * sum(length(outgoing[p]) for p in delivery.members)
+        if delivery.in_memory:
+            traffic.bytes_copied += moved
+        else:
+            traffic.bytes_sent += moved
+    return traffic
+
+
+def pack(source: torch.Tensor, ranges: Ranges) -> torch.Tensor:
+    """Copy ranges of a flat tensor to one flat tensor of their own."""
+    room = STAGING.take(length(ranges), source.dtype, source.device)
+    if not ranges:
+        return room
+    return torch.cat([source[start:stop] for start, stop in ranges], out=room)
+
+
+def length(ranges: Ranges) -> int:
+    """Return how many elements the ranges hold."""
+    return sum(stop - start for start, stop in ranges)
+
+
+def clip(ranges: Ranges, first: int, last: int) -> list[tuple[int, int]]:
+    """Return the part of ``ranges`` from their element ``first`` up to ``last``.
+
+    >>> clip([(10, 14), (20, 26)], 2, 6)
+    [(12, 14), (20, 22)]
+    """
+    return list(_clip(ranges, first, last))
+
+
+def _clip(ranges: Ranges, first: int, last: int) -> Iterator[tuple[int, int]]:
+    at = 0
+    for start, stop in ranges:
+        begin, end = max(start, start + first - at), min(stop, start + last - at)
+        if begin < end:
+            yield begin, end
+        at += stop - start
