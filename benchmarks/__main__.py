@@ -1,4 +1,4 @@
-"""Run benchmarks: ``python -m benchmarks [averaging|growth|idle ...]``.
+"""Run benchmarks: ``python -m benchmarks [averaging|growth|idle|zero ...]``.
 
 Without names all of them run. Every one prints a table and writes a dated file below
 ``benchmarks/results``.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import averaging, growth, idle
+from benchmarks import averaging, growth, idle, zero
 from benchmarks.report import write
 
-BENCHMARKS = {"averaging": averaging.run, "growth": growth.run, "idle": idle.run}
+BENCHMARKS = {"averaging": averaging.run, "growth": growth.run, "idle": idle.run, "zero": zero.run}
 
 
 def main() -> None:

@@ -24,14 +24,17 @@ from loosestep.errors import (
     RankMismatch,
 )
 from loosestep.hooks.post_local_sgd import PostLocalSGDState, post_localSGD_hook
+from loosestep.hooks.zero import hook_with_zero_step, hook_with_zero_step_interleaved
 from loosestep.optim.post_local_sgd import PostLocalSGDOptimizer
+from loosestep.optim.zero import ZeroRedundancyOptimizer
+from loosestep.optim.zero_options import ZeroOptions
 from loosestep.parameters import (
     average_parameters,
     average_parameters_or_parameter_groups,
     get_params_to_average,
 )
-from loosestep.policies import Buffers, Initial, OptimizerState
-from loosestep.recipes import Strategy, ddp, hierarchical_sgd, post_local_sgd
+from loosestep.policies import Buffers, Initial, OptimizerState, Sharding
+from loosestep.recipes import Strategy, ddp, hierarchical_sgd, post_local_sgd, zero
 from loosestep.schedule import Schedule, Sync, after, always, every, levels
 from loosestep.telemetry import JsonLines, Telemetry, TensorBoard
 from loosestep.topology import Topology
@@ -62,11 +65,14 @@ __all__ = [
     "RankMismatch",
     "Reducer",
     "Schedule",
+    "Sharding",
     "Strategy",
     "Sync",
     "Telemetry",
     "TensorBoard",
     "Topology",
+    "ZeroOptions",
+    "ZeroRedundancyOptimizer",
     "after",
     "always",
     "attach",
@@ -77,7 +83,10 @@ __all__ = [
     "every",
     "get_params_to_average",
     "hierarchical_sgd",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
     "levels",
     "post_localSGD_hook",
     "post_local_sgd",
+    "zero",
 ]

@@ -15,38 +15,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from loosestep.averaging import Agreed, Averager
+from loosestep.adapting import check_sharded, make_adapter
 from loosestep.binding import Progress
 from loosestep.clock import Clock
 from loosestep.errors import NotAttachable
 from loosestep.groups import require_process_group
-from loosestep.hooks.adapters import Adapter, Together
-from loosestep.hooks.ddp import DDPAdapter
-from loosestep.hooks.fsdp import FSDPAdapter, mesh_ranks
 from loosestep.hooks.gradients import GradientSharing
-from loosestep.hooks.plain import PlainAdapter
 from loosestep.optim.idle import only_creates_state
+from loosestep.optim.prepare import ScalerLink
+from loosestep.optim.zero import ZeroRedundancyOptimizer
 from loosestep.peers import Peers
-from loosestep.policies import (
-    Buffers,
-    Initial,
-    OptimizerState,
-    buffers_of,
-    optimizer_state_of,
-    split_floats,
-    unwrap_compiled,
-)
+from loosestep.policies import unwrap_compiled
 from loosestep.recipes import Strategy
+from loosestep.replica import Replica, ShardedReplica
 from loosestep.scaling import ScalerWatch
 from loosestep.schedule import chains_of, next_sync
 from loosestep.telemetry import Telemetry
-from loosestep.tensors import Named, holders_of, unique
 from loosestep.topology import Topology
-from loosestep.wire import Traffic
 
 VERSION = 1
 
@@ -99,15 +86,17 @@ class Attached:
         self.clock, self.telemetry = Clock(), telemetry
         self.topology = _own_topology(strategy.topology, self.model, timeout)
         _check_levels(strategy, self.topology)
-        self._averagers: dict[str, Averager] = {}
         self._clean = False  # whether no step was taken since the widest level averaged
         self._idle = False  # whether this step only creates optimizer state
         self._sharing = GradientSharing(
             self.clock, strategy.schedule, self.topology.peers, telemetry
         )
         try:
-            self._agree_at_start()
-            self._adapter = self._make_adapter()
+            self._replica = self._make_replica()
+            self._replica.settle()
+            self._adapter = make_adapter(
+                self.model, self._sharing, self._replica, self.topology, strategy
+            )
         except BaseException:
             self.topology.close()
             raise
@@ -121,11 +110,19 @@ class Attached:
         ]
         self._scaler = None
         if scaler is not None:
+            self._let_unscale_shards(scaler)
             self._scaler = ScalerWatch(
                 scaler, self.optimizer, self._gradient_peers, self._step_done
             )
         _attached.add(self.optimizer)
         self._follow_gradients()
+
+    def _let_unscale_shards(self, scaler: torch.amp.GradScaler) -> None:
+        """Let a scaler reach the gradients of a sharded optimizer, unless it can already."""
+        zero = self.optimizer
+        if isinstance(zero, ZeroRedundancyOptimizer) and zero.options.scaler is None:
+            link = ScalerLink(scaler, zero, lambda: zero.wire.parameter_peers)
+            link.take_over(lambda: zero.gradients.held())
 
     # What users call.
 
@@ -139,7 +136,7 @@ class Attached:
         schedule = self.strategy.schedule
         if not schedule.parameter_levels():
             return
-        step, widest = self.clock.step, self._widest
+        step, widest = self.clock.step, self._replica.widest
         comes_again = next_sync(schedule, step, widest) is not None
         while (upcoming := next_sync(schedule, step)) is not None:
             step, level = upcoming
@@ -181,12 +178,9 @@ class Attached:
         Training is not disturbed: afterwards every rank has its own parameters again. Needs one
         copy of the model, and all ranks must enter together.
         """
-        named, counters = self._weights()
-        touched = unique([*named, *counters, *buffers_of(self.model)])
-        kept = [(tensor, tensor.detach().clone()) for _, tensor in touched]
-        averager = self._averager(self._widest)
+        kept = [(tensor, tensor.detach().clone()) for tensor in self._replica.touched()]
         try:
-            self._average(averager, averager.agree(named, counters, Progress(self.clock.step)))
+            self._replica.average_weights(self.clock.step)
             yield
         finally:
             with torch.no_grad():
@@ -207,6 +201,7 @@ class Attached:
         self._adapter.close()
         if self._scaler is not None:
             self._scaler.close()
+        self._replica.close()
         self.topology.close()
 
     def __enter__(self) -> Attached:
@@ -240,25 +235,16 @@ class Attached:
 
     def _sync(self, level: str, step: int, *, final: bool = False) -> bool:
         """Average over ``level``; return whether all its ranks have said that they are final."""
-        averager, began = self._averager(level), time.perf_counter()
-        agreed = averager.agree(*self._tensors(), Progress(step, final, self._clean))
+        began, widest = time.perf_counter(), self._replica.widest
+        agreed = self._replica.agree(level, Progress(step, final, self._clean))
         done = all(header.final for header in agreed.headers)
-        if done and (level != self._widest or all(header.clean for header in agreed.headers)):
+        if done and (level != widest or all(header.clean for header in agreed.headers)):
             return True  # the widest level will average all of it anyway, or has done so
-        traffic = self._average(averager, agreed)
+        traffic = self._replica.average(level, agreed)
         self.telemetry.synced(self.clock.step, level, began, traffic)
-        if self.strategy.optimizer_state is OptimizerState.RESET:
-            for _, parameter in self._parameters():
-                self.optimizer.state.pop(parameter, None)
-        self._clean = level == self._widest
+        self._replica.forget_state()
+        self._clean = level == widest
         return done
-
-    def _average(self, averager: Averager, agreed: Agreed) -> Traffic:
-        """Average parameters and do to buffers what their policy says."""
-        traffic = averager.start(agreed).finish()
-        if self.strategy.buffers is Buffers.BROADCAST:
-            traffic.add(averager.broadcast(buffers_of(self.model)))
-        return traffic
 
     def _follow_gradients(self) -> None:
         """Let DDP broadcast buffers while gradients are shared by all, and not in local phases."""
@@ -267,87 +253,19 @@ class Attached:
             level is not None and self.topology.members(level) == self.topology.ranks
         )
 
-    # What takes part.
-
-    @property
-    def _widest(self) -> str:
-        levels = self.strategy.schedule.parameter_levels() or {self.topology.widest}
-        return [name for name in self.topology.levels if name in levels][-1]
-
-    def _parameters(self) -> list[Named]:
-        return unique((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
-
-    def _weights(self) -> tuple[list[Named], list[Named]]:
-        """Return what of the model is averaged, and what takes the largest value."""
-        floats: list[Named] = []
-        counters: list[Named] = []
-        if self.strategy.buffers is Buffers.MEAN:
-            floats, counters = split_floats(buffers_of(self.model))
-        return [*self._parameters(), *floats], counters
-
-    def _tensors(self) -> tuple[list[Named], list[Named]]:
-        """Return the same with the optimizer's state, where that is averaged too."""
-        named, counters = self._weights()
-        if self.strategy.optimizer_state is OptimizerState.AVERAGE:
-            names = {parameter: name for name, parameter in self._parameters()}
-            shaped, steps = optimizer_state_of(self.optimizer, names)
-            named, counters = [*named, *shaped], [*counters, *steps]
-        return named, counters
-
-    def _averager(self, level: str) -> Averager:
-        if level not in self._averagers:
-            self._averagers[level] = Averager(
-                self.topology.peers(level),
-                reducer=self.strategy.reducer,
-                agreements=[self.topology.describe(), self.strategy.describe()],
-                subset=lambda ranks: self.topology.subset(level, ranks),
-            )
-        return self._averagers[level]
-
     # What is settled at the start.
 
-    def _agree_at_start(self) -> None:
-        averager = self._averager(self.topology.widest)
-        averager.agree(*self._weights())
-        for level in self.topology.levels:  # now, and not in the middle of a backward
-            self.topology.peers(level)
-        everything = [*unique(self.model.named_parameters()), *buffers_of(self.model)]
-        if self.strategy.initial is Initial.BROADCAST:
-            averager.broadcast(everything)
-        elif self.strategy.initial is Initial.REFUSE:
-            averager.compare(everything)
-
-    def _make_adapter(self) -> Adapter:
-        if isinstance(self.model, DistributedDataParallel):
-            return DDPAdapter(self.model, self._sharing)
-        parameters = list(self.model.parameters())
-        whole = [p for p in parameters if not isinstance(p, DTensor)]
-        if any(isinstance(part, FSDPModule) for part in self.model.modules()):
-            fsdp = FSDPAdapter(self.model, self._sharing, self._levels_beyond_mesh())
-            return Together([fsdp, PlainAdapter(whole, self._sharing)]) if whole else fsdp
-        if len(whole) < len(parameters) and self.strategy.schedule.gradient_levels():
+    def _make_replica(self) -> Replica:
+        parts = (self.strategy, self.topology)
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            check_sharded(self.model, self.optimizer, self.strategy)
+            return ShardedReplica(self.model, self.optimizer, *parts)
+        if self.strategy.sharding is not None:
             raise NotAttachable(
-                "gradients of DTensors are shared for FSDP2 modules only; wrap the model with "
-                "fully_shard, or let gradients stay local with gradients=None"
+                f"this strategy needs a sharded optimizer, got {type(self.optimizer).__name__}; "
+                "wrap it: ZeroRedundancyOptimizer(params, AdamW, process_group=..., lr=...)"
             )
-        return PlainAdapter(whole, self._sharing)
-
-    def _levels_beyond_mesh(self) -> dict[str, Peers]:
-        """Return, for every gradient level wider than the shard mesh, who holds the same shard."""
-        mesh, key = mesh_ranks(self.model)
-        wider: dict[str, Peers] = {}
-        for level in sorted(self.strategy.schedule.gradient_levels()):
-            members = self.topology.members(level)
-            if not set(members) >= set(mesh):
-                raise NotAttachable(
-                    f"gradient level {level!r} (ranks {list(members)}) is narrower than the FSDP "
-                    f"mesh (ranks {list(mesh)}), over which FSDP reduces gradients in any case; "
-                    "choose a level that holds whole meshes"
-                )
-            if set(members) > set(mesh):
-                holders = holders_of(self.topology.peers(level), key)
-                wider[level] = self.topology.subset(level, holders.mine)
-        return wider
+        return Replica(self.model, self.optimizer, *parts)
 
     def _gradient_peers(self) -> Peers | None:
         level = self.strategy.schedule(self.clock.step).gradients

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -33,6 +34,21 @@ class Initial(enum.Enum):
     BROADCAST = "broadcast"  # all take the first rank's parameters and buffers
     REFUSE = "refuse"  # an error that names the first tensor that differs
     IGNORE = "ignore"  # start from different points, on purpose
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How a sharded optimizer's gradients are kept until its step."""
+
+    stage: int | None = None  # 1: kept until backward ends; 2: freed on the way; None: what fits
+
+    def __post_init__(self) -> None:
+        """Refuse stages that there are not."""
+        if self.stage not in (None, 1, 2):
+            raise ValueError(
+                f"stage must be 1 (optimizer state is sharded), 2 (gradients too) or None, got "
+                f"{self.stage!r}; to shard parameters as well, use FSDP2"
+            )
 
 
 Choice = TypeVar("Choice", bound=enum.Enum)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from loosestep.policies import Buffers, Initial, OptimizerState, choose
+from loosestep.policies import Buffers, Initial, OptimizerState, Sharding, choose
 from loosestep.schedule import Schedule, after, always, every, levels
 from loosestep.topology import Topology
 from loosestep.wire import Mean, Reducer
@@ -30,6 +30,7 @@ class Strategy:
     buffers: Buffers | str = Buffers.MEAN  # what a sync does to BatchNorm statistics and the like
     optimizer_state: OptimizerState | str = OptimizerState.KEEP  # and to momentum and the like
     initial: Initial | str = Initial.BROADCAST  # what if replicas differ at the start
+    sharding: Sharding | None = None  # given: the optimizer must be sharded, and is kept so
 
     def __post_init__(self) -> None:
         """Turn names into policies and refuse what is none."""
@@ -40,6 +41,10 @@ class Strategy:
             )
         if not isinstance(self.reducer, Reducer):
             raise TypeError(f"reducer must be one such as Mean(), got {self.reducer!r}")
+        if not isinstance(self.sharding, Sharding | None):
+            raise TypeError(
+                f"sharding must be one such as Sharding(stage=2), got {self.sharding!r}"
+            )
         for part in (self.schedule, self.reducer):
             if re.search(r" at 0x[0-9a-f]+", repr(part)):
                 raise TypeError(
@@ -52,7 +57,7 @@ class Strategy:
 
     def describe(self) -> str:
         """Return the strategy as one line, to be compared across ranks."""
-        policies = (self.buffers, self.optimizer_state, self.initial)
+        policies = (self.buffers, self.optimizer_state, self.initial, self.sharding)
         return f"{self.schedule} {self.reducer} {' '.join(str(policy) for policy in policies)}"
 
 
@@ -115,8 +120,39 @@ def hierarchical_sgd(
     )
 
 
+def zero(
+    period: int | None = None,
+    *,
+    gradients: str | None = None,
+    stage: int | None = None,
+    topology: Topology | None = None,
+    reducer: Reducer | None = None,
+) -> Strategy:
+    """Shard the optimizer inside a group; with ``period``, average between groups that seldom.
+
+    Needs a ``ZeroRedundancyOptimizer`` whose ranks are one of the topology's levels. Gradients are
+    shared on the level ``gradients`` at every step: by default with the world, or where there is
+    a period, on the host. ZeRO, https://arxiv.org/abs/1910.02054.
+
+    >>> zero().schedule(7)
+    Sync(gradients='world', parameters=None)
+    >>> zero(8).schedule(8)
+    Sync(gradients='host', parameters='world')
+    """
+    world = _widest(topology)
+    schedule: Schedule = always(gradients=gradients or world)
+    if period is not None:
+        schedule = every(period, world, gradients=gradients or "host")
+    return Strategy(
+        schedule=schedule,
+        topology=topology,
+        reducer=Mean() if reducer is None else reducer,
+        sharding=Sharding(stage=stage),
+    )
+
+
 RECIPES: dict[str, Callable[..., Strategy]] = {
-    recipe.__name__: recipe for recipe in (ddp, post_local_sgd, hierarchical_sgd)
+    recipe.__name__: recipe for recipe in (ddp, post_local_sgd, hierarchical_sgd, zero)
 }
 
 

@@ -167,6 +167,13 @@ class Topology:
         weights = None if self.weights is None else tuple(self.weights[rank] for rank in ranks)
         return Peers(group, ranks, ranks.index(_my_rank()), level, weights, self.timeout)
 
+    def process_group(self, level: str) -> dist.ProcessGroup:
+        """Return this rank's process group on ``level``, also where it is alone.
+
+        A sharded optimizer takes it: ``process_group=topology.process_group("host")``.
+        """
+        return self._own_group(self.members(level))
+
     def describe(self) -> str:
         """Return the levels and weights as one line, to be compared across ranks."""
         return f"{self.levels} weights={self.weights}"

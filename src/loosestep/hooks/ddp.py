@@ -2,6 +2,7 @@
 
 import weakref
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,21 +13,45 @@ from loosestep.errors import NotAttachable
 from loosestep.hooks.gradients import GradientSharing, finished, mean_future
 
 
+class BucketSharing(Protocol):
+    """What is done with the buckets of a DDP module."""
+
+    def bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Share one bucket's gradients."""
+
+    def close(self) -> None:
+        """Leave everything as it was."""
+
+
+class WholeBuckets:
+    """Every rank gets the mean of every gradient."""
+
+    def __init__(self, sharing: GradientSharing) -> None:
+        self._sharing = sharing
+
+    def bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Share it over the level that the schedule names, if any."""
+        level = self._sharing.level
+        if level is None:
+            return finished(bucket.buffer())
+        return self._sharing.share(bucket.buffer(), self._sharing.peers(level))
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class Dispatcher:
     """The hook that DDP is given once; what it does can change."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.process_group = process_group
-        self.sharing: GradientSharing | None = None  # None: DDP's plain all-reduce
+        self.sharing: BucketSharing | None = None  # None: DDP's plain all-reduce
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Share one bucket as the current strategy says."""
         if self.sharing is None:
             return mean_future(bucket.buffer(), self.process_group)
-        level = self.sharing.level
-        if level is None:
-            return finished(bucket.buffer())
-        return self.sharing.share(bucket.buffer(), self.sharing.peers(level))
+        return self.sharing.bucket(bucket)
 
 
 def dispatch(dispatcher: Dispatcher, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -42,8 +67,8 @@ _dispatchers: weakref.WeakKeyDictionary[DistributedDataParallel, Dispatcher] = (
 class DDPAdapter:
     """Connects a DDP module: its gradients, and its broadcast of buffers."""
 
-    def __init__(self, module: DistributedDataParallel, sharing: GradientSharing) -> None:
-        self._module = module
+    def __init__(self, module: DistributedDataParallel, sharing: BucketSharing) -> None:
+        self._module, self._sharing = module, sharing
         self._dispatcher = _dispatcher(module)
         if self._dispatcher.sharing is not None:
             raise NotAttachable("this DDP module is attached already; detach() it first")
@@ -63,6 +88,7 @@ class DDPAdapter:
 
     def close(self) -> None:
         """Turn the hook into the plain all-reduce: DDP keeps it for life."""
+        self._sharing.close()
         self._dispatcher.sharing = None
         self._module.forward_sync_buffers = self._broadcasts
 

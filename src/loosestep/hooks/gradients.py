@@ -69,10 +69,18 @@ class GradientSharing:
         """Launch the mean of a buffer and count it."""
         if peers.size == 1:
             return finished(buffer)
-        self._began = self._began or time.perf_counter()
-        self._bytes += Native().bytes_on_wire(buffer.numel(), buffer.dtype, peers.size)
+        self.count(Native().bytes_on_wire(buffer.numel(), buffer.dtype, peers.size))
         future = mean_future(buffer, peers.process_group, _share(peers))
         return future.then(self._done)
+
+    def count(self, bytes_sent: int) -> None:
+        """Count bytes that have just been launched."""
+        self._began = self._began or time.perf_counter()
+        self._bytes += bytes_sent
+
+    def arrived(self) -> None:
+        """Say that everything has come that was launched so far."""
+        self._ended = time.perf_counter()
 
     def wait(self, future: torch.futures.Future[torch.Tensor], peers: Peers) -> None:
         """Wait for what ``share`` launched; raise ``PeerLost`` where it failed."""
@@ -86,7 +94,7 @@ class GradientSharing:
             raise peers.during(phase).lost(None, reason)
 
     def _done(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        self._ended = time.perf_counter()
+        self.arrived()
         return future.value()
 
     def record(self, step: int) -> None:

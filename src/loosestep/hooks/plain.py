@@ -8,15 +8,16 @@ different buckets on different ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from loosestep.hooks.gradients import GradientSharing
-from loosestep.peers import Peers
 
 BUCKET_BYTES = 25 << 20  # larger: fewer collectives; smaller: earlier overlap with backward
 
@@ -27,50 +28,104 @@ class Bucket:
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self.parameters = parameters
         self.missing = set(parameters)
-        size = sum(p.numel() for p in parameters) + len(parameters)
-        self.buffer = parameters[0].new_empty(size)
+        self.numel = sum(p.numel() for p in parameters) + len(parameters)
 
-    def pack(self) -> torch.Tensor:
+    def pack(self, buffer: torch.Tensor) -> torch.Tensor:
         """Copy the gradients in; one that this rank does not have counts as zero."""
-        for index, (parameter, part) in enumerate(self._parts()):
-            used = parameter.grad is not None
+        for index, (parameter, part) in enumerate(self._parts(buffer)):
             if parameter.grad is None:
                 part.zero_()
             else:
                 part.copy_(parameter.grad)
-            self.buffer[index - len(self.parameters)] = float(used)
-        return self.buffer
+            buffer[index - len(self.parameters)] = float(parameter.grad is not None)
+        return buffer
 
-    def unpack(self) -> None:
+    def unpack(self, buffer: torch.Tensor) -> None:
         """Copy the means out; what no rank used keeps no gradient, so nothing decays it."""
-        used = self.buffer[-len(self.parameters) :].tolist()
-        for count, (parameter, part) in zip(used, self._parts(), strict=True):
+        used = buffer[-len(self.parameters) :].tolist()
+        for count, (parameter, part) in zip(used, self._parts(buffer), strict=True):
             if count == 0.0:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.copy_(part)
 
-    def _parts(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    def _parts(self, buffer: torch.Tensor) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         start = 0
         for parameter in self.parameters:
             stop = start + parameter.numel()
-            yield parameter, self.buffer[start:stop].view(parameter.shape)
+            yield parameter, self._view(buffer[start:stop], parameter)
             start = stop
+
+    def _view(self, piece: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+        # By position and not by memory, which one rank may have in another format.
+        return piece.view(parameter.shape)
+
+
+class Carrier(Protocol):
+    """How a bucket's gradients are shared."""
+
+    most_under_way: int | None  # buckets at once; fewer: less memory, more waiting in backward
+    bucket_type: type[Bucket]
+
+    def launch(self, bucket: Bucket, level: str) -> Callable[[], None]:
+        """Start to share; what is returned waits and puts the result where it belongs."""
+
+    def before_backward(self) -> None:
+        """Refuse where gradients of before are still waiting to be used."""
+
+    def close(self) -> None:
+        """Leave everything as it was."""
+
+
+class ToAll:
+    """Every rank gets the mean of every gradient."""
+
+    most_under_way = None
+    bucket_type = Bucket
+
+    def __init__(self, sharing: GradientSharing) -> None:
+        self._sharing = sharing
+        self._buffers: dict[Bucket, torch.Tensor] = {}
+
+    def launch(self, bucket: Bucket, level: str) -> Callable[[], None]:
+        """Launch the mean of the bucket over the level's group."""
+        if bucket not in self._buffers:
+            self._buffers[bucket] = bucket.parameters[0].new_empty(bucket.numel)
+        buffer, peers = self._buffers[bucket], self._sharing.peers(level)
+        future = self._sharing.share(bucket.pack(buffer), peers)
+
+        def land() -> None:
+            self._sharing.wait(future, peers)
+            bucket.unpack(buffer)
+
+        return land
+
+    def before_backward(self) -> None:
+        """Do nothing: gradients add up, as without us."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class PlainAdapter:
     """Connects a module that no framework wraps."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], sharing: GradientSharing) -> None:
-        self._sharing = sharing
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        sharing: GradientSharing,
+        carrier: Carrier | None = None,
+    ) -> None:
+        self._sharing, self._carrier = sharing, carrier or ToAll(sharing)
         self._parameters = list(parameters)
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[torch.nn.Parameter, Bucket] = {}
         self._hooks: list[RemovableHandle] = []
         self._adopt()
-        self._peers: Peers | None = None
-        self._launched: list[tuple[Bucket, torch.futures.Future[torch.Tensor]]] = []
+        self._level: str | None = None  # that this backward shares on
+        self._num_launched = 0
+        self._landing: deque[Callable[[], None]] = deque()
         self._enabled = True
 
     @contextmanager
@@ -88,7 +143,7 @@ class PlainAdapter:
     @torch.no_grad()
     def before_step(self) -> None:
         """Refuse a step on gradients that were not shared; share those of thawed parameters."""
-        if self._peers is not None:
+        if self._level is not None:
             raise RuntimeError(
                 "the last backward was interrupted by an error, so gradients are only partly "
                 "shared and ranks may be out of step; restart from a checkpoint"
@@ -96,19 +151,18 @@ class PlainAdapter:
         level = self._sharing.level
         for bucket in self._adopt():
             if level is not None and self._enabled:
-                peers = self._sharing.peers(level)
-                self._sharing.wait(self._sharing.share(bucket.pack(), peers), peers)
-                bucket.unpack()
+                self._carrier.launch(bucket, level)()
 
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+        self._carrier.close()
 
     def _adopt(self) -> list[Bucket]:
         """Make buckets for parameters that require gradients and have none yet."""
         new = [p for p in self._parameters if p.requires_grad and p not in self._bucket_of]
-        buckets = _buckets(new)
+        buckets = [self._carrier.bucket_type(members) for members in _divide(new)]
         self._buckets += buckets
         self._bucket_of |= {p: bucket for bucket in buckets for p in bucket.parameters}
         self._hooks += [
@@ -122,34 +176,37 @@ class PlainAdapter:
         level = self._sharing.level
         if not self._enabled or level is None:
             return
-        if self._peers is None:
-            self._peers = self._sharing.peers(level)
+        if self._level is None:
+            self._carrier.before_backward()
+            self._level = level
             Variable._execution_engine.queue_callback(self._finish)
         assert isinstance(parameter, torch.nn.Parameter)
         self._bucket_of[parameter].missing.discard(parameter)
-        for bucket in self._buckets[len(self._launched) :]:
+        for bucket in self._buckets[self._num_launched :]:
             if bucket.missing:
                 break
             self._launch(bucket)
 
     @torch.no_grad()
     def _finish(self) -> None:
-        for bucket in self._buckets[len(self._launched) :]:
+        for bucket in self._buckets[self._num_launched :]:
             self._launch(bucket)
-        assert self._peers is not None
-        for bucket, future in self._launched:
-            self._sharing.wait(future, self._peers)
-            bucket.unpack()
+        while self._landing:
+            self._landing.popleft()()
+        for bucket in self._buckets:
             bucket.missing = set(bucket.parameters)
-        self._launched.clear()
-        self._peers = None
+        self._num_launched, self._level = 0, None
 
     def _launch(self, bucket: Bucket) -> None:
-        assert self._peers is not None
-        self._launched.append((bucket, self._sharing.share(bucket.pack(), self._peers)))
+        assert self._level is not None
+        most = self._carrier.most_under_way
+        while most is not None and len(self._landing) >= most:
+            self._landing.popleft()()
+        self._landing.append(self._carrier.launch(bucket, self._level))
+        self._num_launched += 1
 
 
-def _buckets(parameters: list[torch.nn.Parameter]) -> list[Bucket]:
+def _divide(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
     """Group parameters of one dtype and device, last first, as backward comes to them."""
     groups: dict[tuple[torch.dtype, torch.device], list[list[torch.nn.Parameter]]] = {}
     for parameter in reversed(parameters):
@@ -158,4 +215,4 @@ def _buckets(parameters: list[torch.nn.Parameter]) -> list[Bucket]:
         if lists[-1] and filled + parameter.numel() * parameter.element_size() > BUCKET_BYTES:
             lists.append([])
         lists[-1].append(parameter)
-    return [Bucket(members) for lists in groups.values() for members in lists if members]
+    return [members for lists in groups.values() for members in lists if members]

@@ -1,0 +1,108 @@
+"""Which adapter a model's gradients need: DDP, FSDP2 or plain; whole, or to their owners."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from loosestep.errors import NotAttachable
+from loosestep.hooks.adapters import Adapter, Together
+from loosestep.hooks.ddp import DDPAdapter, WholeBuckets
+from loosestep.hooks.fsdp import FSDPAdapter, mesh_ranks
+from loosestep.hooks.gradients import GradientSharing
+from loosestep.hooks.plain import PlainAdapter
+from loosestep.hooks.sharded import ShardedBuckets, ShardedDDP, ShardGradients, ToOwners
+from loosestep.optim.zero import ZeroRedundancyOptimizer
+from loosestep.peers import Peers
+from loosestep.recipes import Strategy
+from loosestep.replica import Replica, ShardedReplica
+from loosestep.schedule import Schedule
+from loosestep.tensors import holders_of
+from loosestep.topology import Topology
+
+BUCKETS_UNDER_WAY = 2  # of a plain module in stage 2: the gradients that are in memory twice
+STEPS_LOOKED_AT = 4096  # of a schedule, for steps that share no gradients
+
+
+def make_adapter(
+    model: torch.nn.Module,
+    sharing: GradientSharing,
+    replica: Replica,
+    topology: Topology,
+    strategy: Strategy,
+) -> Adapter:
+    """Connect a model's gradients."""
+    if isinstance(replica, ShardedReplica):
+        return _sharded(model, sharing, replica, strategy)
+    if isinstance(model, DistributedDataParallel):
+        return DDPAdapter(model, WholeBuckets(sharing))
+    parameters = list(model.parameters())
+    whole = [p for p in parameters if not isinstance(p, DTensor)]
+    if any(isinstance(part, FSDPModule) for part in model.modules()):
+        fsdp = FSDPAdapter(model, sharing, _levels_beyond_mesh(model, topology, strategy.schedule))
+        return Together([fsdp, PlainAdapter(whole, sharing)]) if whole else fsdp
+    if len(whole) < len(parameters) and strategy.schedule.gradient_levels():
+        raise NotAttachable(
+            "gradients of DTensors are shared for FSDP2 modules only; wrap the model with "
+            "fully_shard, or let gradients stay local with gradients=None"
+        )
+    return PlainAdapter(whole, sharing)
+
+
+def _sharded(
+    model: torch.nn.Module, sharing: GradientSharing, replica: ShardedReplica, strategy: Strategy
+) -> Adapter:
+    weights = replica.group_weights()
+    owners = ToOwners(replica.zero, sharing, ShardGradients(), replica.across, weights)
+    if isinstance(model, DistributedDataParallel):
+        return DDPAdapter(model, ShardedDDP(model, owners))
+    stage = strategy.sharding.stage if strategy.sharding is not None else None
+    most_under_way = None if stage == 1 else BUCKETS_UNDER_WAY
+    return PlainAdapter(model.parameters(), sharing, ShardedBuckets(owners, most_under_way))
+
+
+def check_sharded(
+    model: torch.nn.Module, zero: ZeroRedundancyOptimizer, strategy: Strategy
+) -> None:
+    """Raise where a sharded optimizer does not fit a model and a strategy."""
+    if zero.overlap_with_ddp:
+        raise NotAttachable(
+            "attach takes gradients to their owners itself; make the optimizer with "
+            "overlap_with_ddp=False, or use hook_with_zero_step without attach"
+        )
+    stage = strategy.sharding.stage if strategy.sharding is not None else None
+    if stage == 2 and isinstance(model, DistributedDataParallel):
+        raise NotAttachable(
+            "stage=2 frees gradients that a rank does not own, but DDP keeps the memory of its "
+            "buckets for the whole run; attach the plain module, or use stage=1"
+        )
+    steps = range(STEPS_LOOKED_AT)
+    local = next((step for step in steps if strategy.schedule(step).gradients is None), None)
+    if local is not None:
+        raise NotAttachable(
+            f"at step {local} this schedule lets gradients stay local, but every rank of a sharded "
+            "optimizer steps a part of the parameters and needs the others' gradients; give a "
+            "level that holds its group, such as gradients='host'"
+        )
+
+
+def _levels_beyond_mesh(
+    model: torch.nn.Module, topology: Topology, schedule: Schedule
+) -> dict[str, Peers]:
+    """Return, for every gradient level wider than the shard mesh, who holds the same shard."""
+    mesh, key = mesh_ranks(model)
+    wider: dict[str, Peers] = {}
+    for level in sorted(schedule.gradient_levels()):
+        members = topology.members(level)
+        if not set(members) >= set(mesh):
+            raise NotAttachable(
+                f"gradient level {level!r} (ranks {list(members)}) is narrower than the FSDP "
+                f"mesh (ranks {list(mesh)}), over which FSDP reduces gradients in any case; "
+                "choose a level that holds whole meshes"
+            )
+        if set(members) > set(mesh):
+            holders = holders_of(topology.peers(level), key)
+            wider[level] = topology.subset(level, holders.mine)
+    return wider

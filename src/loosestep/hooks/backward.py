@@ -1,0 +1,71 @@
+"""Doing something at the end of a DDP backward, and knowing which parameters it used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+
+class Backward:
+    """Calls ``finish`` when a backward ends, and ``last`` when DDP has put gradients back too.
+
+    Both run where DDP itself waits: on the thread that called ``backward``, after the last node.
+    """
+
+    def __init__(self, finish: Callable[[], None], last: Callable[[], None]) -> None:
+        self._finish, self._last = finish, last
+        self.under_way = False
+
+    def begin(self) -> None:
+        """Note that a backward has come to its first bucket."""
+        if self.under_way:
+            raise RuntimeError(
+                "the last backward was interrupted by an error, so its gradients are only partly "
+                "used and ranks may be out of step; restart from a checkpoint"
+            )
+        self.under_way = True
+        try:
+            Variable._execution_engine.queue_callback(self.finish)
+        except RuntimeError:  # no backward runs: a rank without batches shadows the others'
+            return
+        # DDP queues its own end later than this, so what is to come after it is queued by then.
+        Variable._execution_engine.queue_callback(
+            lambda: Variable._execution_engine.queue_callback(self._last)
+        )
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Do what is left, once."""
+        if self.under_way:
+            self._finish()
+            self.under_way = False
+
+
+class Usage:
+    """Which parameters this rank has used since the last ``clear``.
+
+    DDP knows it too, but tells it only after the optimizer's step would have been taken.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._used: set[torch.Tensor] = set()
+        self._hooks: list[RemovableHandle] = [
+            parameter.register_post_accumulate_grad_hook(self._used.add)  # type: ignore[no-untyped-call]
+            for parameter in parameters
+        ]
+
+    def flags(self, parameters: Sequence[torch.Tensor]) -> list[bool]:
+        """Say for each parameter whether it was used."""
+        return [parameter in self._used for parameter in parameters]
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._used.clear()
+
+    def close(self) -> None:
+        """Stop watching."""
+        for hook in self._hooks:
+            hook.remove()

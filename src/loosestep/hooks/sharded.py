@@ -1,0 +1,211 @@
+"""Gradients of a sharded optimizer under ``attach``: each goes to its owner while backward runs.
+
+What comes out is kept in ``ShardGradients`` until ``optimizer.step()``. ``param.grad`` is None by
+then: nobody has all of it, and a part would be mistaken for the whole.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from loosestep.flat import STAGING
+from loosestep.hooks.backward import Backward, Usage
+from loosestep.hooks.gradients import GradientSharing, finished
+from loosestep.hooks.plain import Bucket
+from loosestep.optim.shard_set import Parts
+from loosestep.optim.shard_wire import Reducing
+from loosestep.optim.shards import laid_out_like
+from loosestep.optim.stepping import Given, WholeGradients
+from loosestep.optim.zero import ZeroRedundancyOptimizer
+from loosestep.peers import Peers
+
+
+class ShardGradients:
+    """The parts that this rank has of the mean gradients, from backward until the step."""
+
+    def __init__(self) -> None:
+        self._parameters: list[torch.Tensor] = []
+        self._parts: Parts = {}
+        self._reductions: list[Reducing] = []
+
+    def add(self, used: Sequence[torch.Tensor], parts: Parts, reduction: Reducing) -> None:
+        """Keep one bucket's, of parameters that any rank has used."""
+        self._parameters += used
+        self._parts |= {parameter: parts[parameter] for parameter in used if parameter in parts}
+        self._reductions.append(reduction)
+
+    def given(self) -> Given:
+        """Return what there is."""
+        return Given(self._parameters, self._parts)
+
+    def held(self) -> list[torch.Tensor]:
+        """Return the parts."""
+        return list(self._parts.values())
+
+    def clear(self) -> None:
+        """Forget them and keep their room."""
+        reductions = self._reductions
+        self._parameters, self._parts, self._reductions = [], {}, []
+        for reduction in reductions:
+            reduction.close()
+
+    def check_empty(self) -> None:
+        """Raise where gradients are left that no step has used."""
+        if self._reductions:
+            raise RuntimeError(
+                "backward ran twice without a step in between, but gradients have gone to their "
+                "owners and do not add up; accumulate inside `with run.no_sync():` (all "
+                "micro-batches but the last), or call optimizer.zero_grad() to drop a batch"
+            )
+
+
+class ToOwners:
+    """Reduces flat gradients to their owners, over the level that the schedule names.
+
+    A level wider than the optimizer's group needs one more mean, of this rank's parts with those
+    at its place in the other groups: ``across`` returns these peers.
+    """
+
+    def __init__(
+        self,
+        zero: ZeroRedundancyOptimizer,
+        sharing: GradientSharing,
+        store: ShardGradients,
+        across: Callable[[str], Peers],
+        weights: tuple[float, ...] | None = None,
+    ) -> None:
+        self.zero, self.store = zero, store
+        self._sharing, self._across, self._weights = sharing, across, weights
+        zero.gradients = store
+
+    def launch(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> Reducing:
+        """Start to reduce the gradients of these parameters."""
+        name = self.zero.names[parameters[0]]
+        reduction = self.zero.wire.start_reduce(
+            parameters, buffer, f"the bucket of {name}", self._weights
+        )
+        self._sharing.count(reduction.traffic.bytes_sent)
+        return reduction
+
+    def wait(self, reduction: Reducing, level: str) -> torch.Tensor:
+        """Return the level's mean of what this rank owns, packed."""
+        packed = reduction.wait()
+        peers = self._across(level)
+        self._sharing.wait(self._sharing.share(packed, peers), peers)
+        self._sharing.arrived()
+        return packed
+
+    def close(self) -> None:
+        """Let the optimizer find its gradients where it did before."""
+        self.store.clear()
+        self.zero.gradients = WholeGradients(self.zero)
+
+    def level(self) -> str:
+        """Return the level that shares gradients at this step."""
+        level = self._sharing.level
+        if level is None:
+            raise RuntimeError(
+                "the schedule lets gradients stay local at this step, but every rank steps only "
+                "its shard and needs the others' gradients; name a level that holds the "
+                "optimizer's group, such as gradients='host'"
+            )
+        return level
+
+
+class MemoryBucket(Bucket):
+    """A bucket with gradients in their parameters' order of memory, which slices count in."""
+
+    def _view(self, piece: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+        return laid_out_like(parameter, piece)
+
+
+class ShardedBuckets:
+    """Buckets of a plain module; gradients are freed as soon as they are packed.
+
+    ``most_under_way`` bounds the buckets that wait to be read by their owners.
+    """
+
+    bucket_type: type[Bucket] = MemoryBucket
+
+    def __init__(self, owners: ToOwners, most_under_way: int | None) -> None:
+        self._owners, self.most_under_way = owners, most_under_way
+
+    def launch(self, bucket: Bucket, level: str) -> Callable[[], None]:
+        """Send every gradient to its owner and free it."""
+        parameters = bucket.parameters
+        kind = (parameters[0].dtype, parameters[0].device)
+        buffer = bucket.pack(STAGING.take(bucket.numel, *kind))
+        for parameter in parameters:
+            parameter.grad = None
+        reduction = self._owners.launch(parameters, buffer)
+
+        def land() -> None:
+            packed = self._owners.wait(reduction, level)
+            flags = packed[packed.numel() - len(parameters) :].tolist()
+            used = [parameter for parameter, flag in zip(parameters, flags, strict=True) if flag]
+            parts = self._owners.zero.wire.parts_of(parameters, packed)
+            self._owners.store.add(used, parts, reduction)
+            reduction.release()
+            STAGING.give(buffer)
+
+        return land
+
+    def before_backward(self) -> None:
+        """Refuse gradients that would have to be added to those of before."""
+        self._owners.store.check_empty()
+
+    def close(self) -> None:
+        """Take nothing more."""
+        self._owners.close()
+
+
+class ShardedDDP:
+    """Buckets of a DDP module, which keeps their memory."""
+
+    def __init__(self, module: DistributedDataParallel, owners: ToOwners) -> None:
+        self._owners = owners
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._backward = Backward(self._finish, self._drop)
+        self._under_way: list[tuple[Sequence[torch.Tensor], list[bool] | None, Reducing]] = []
+        self._usage: Usage | None = None
+        if module.find_unused_parameters or module.static_graph:
+            self._usage = Usage(self._parameters)
+
+    def bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Send one bucket's gradients to their owners."""
+        self._owners.level()  # raises where they are to stay local
+        if bucket.index() == 0:
+            self._owners.store.check_empty()
+            self._backward.begin()
+        parameters = bucket.parameters()
+        flags = None if self._usage is None else self._usage.flags(parameters)
+        reduction = self._owners.launch(parameters, bucket.buffer())
+        self._under_way.append((parameters, flags, reduction))
+        return finished(bucket.buffer())
+
+    def close(self) -> None:
+        """Stop watching the parameters, and take nothing more."""
+        self._owners.close()
+        if self._usage is not None:
+            self._usage.close()
+
+    def _finish(self) -> None:
+        wire, level = self._owners.zero.wire, self._owners.level()
+        under_way, self._under_way = self._under_way, []
+        for parameters, flags, reduction in under_way:
+            parts = wire.parts_of(parameters, self._owners.wait(reduction, level))
+            used = list(parameters)
+            if flags is not None:
+                known = wire.any_of(flags, "agreeing which parameters were used")
+                used = [p for p, any_rank in zip(parameters, known, strict=True) if any_rank]
+            self._owners.store.add(used, parts, reduction)
+        for _, _, reduction in under_way:
+            reduction.release()
+        if self._usage is not None:
+            self._usage.clear()
+
+    def _drop(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None

@@ -1,0 +1,254 @@
+"""What of a model is averaged on a level, and how: all of it, or every rank its shard.
+
+``Replica`` is a rank that holds everything; ``ShardedReplica`` one whose optimizer is sharded, so
+that the ranks of its group hold the same parameters and own a part of them each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from loosestep.averaging import Agreed, Averager
+from loosestep.binding import Progress
+from loosestep.errors import NotAttachable
+from loosestep.optim.zero import ZeroRedundancyOptimizer
+from loosestep.peers import Peers
+from loosestep.policies import (
+    Buffers,
+    Initial,
+    OptimizerState,
+    buffers_of,
+    optimizer_state_of,
+    split_floats,
+)
+from loosestep.recipes import Strategy
+from loosestep.tensors import Named, unique
+from loosestep.topology import Topology
+from loosestep.wire import Traffic
+
+
+class Replica:
+    """A model and its optimizer on one rank, seen by the averagers of all levels."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        topology: Topology,
+    ) -> None:
+        self.model, self._optimizer = model, optimizer
+        self._strategy, self._topology = strategy, topology
+        self._averagers: dict[str, Averager] = {}
+
+    @property
+    def widest(self) -> str:
+        """The widest level that averages parameters."""
+        levels = self._strategy.schedule.parameter_levels() or {self._topology.widest}
+        return [name for name in self._topology.levels if name in levels][-1]
+
+    def settle(self) -> None:
+        """Compare what the ranks have, make all process groups, and start from one point."""
+        averager = self._averager(self._topology.widest)
+        averager.agree(*self._weights())
+        for level in self._topology.levels:  # now, and not in the middle of a backward
+            self._topology.peers(level)
+        everything = [*unique(self.model.named_parameters()), *buffers_of(self.model)]
+        if self._strategy.initial is Initial.BROADCAST:
+            averager.broadcast(everything)
+        elif self._strategy.initial is Initial.REFUSE:
+            averager.compare(everything)
+
+    def agree(self, level: str, progress: Progress) -> Agreed:
+        """Compare what the level's ranks are about to average."""
+        return self._averager(level).agree(*self._tensors(), progress)
+
+    def average(self, level: str, agreed: Agreed) -> Traffic:
+        """Average it, do to buffers and optimizer state what their policies say."""
+        traffic = self._mean(level, agreed)
+        if self._strategy.buffers is Buffers.BROADCAST:
+            traffic.add(self._averager(level).broadcast(buffers_of(self.model)))
+        return traffic
+
+    def average_weights(self, step: int) -> None:
+        """Average the model over the widest level, without the optimizer's state."""
+        agreed = self._averager(self.widest).agree(*self._weights(), Progress(step))
+        self.average(self.widest, agreed)
+
+    def touched(self) -> list[torch.Tensor]:
+        """Return every tensor of the model that averaging may change."""
+        named, counters = self._weights()
+        return [tensor for _, tensor in unique([*named, *counters, *buffers_of(self.model)])]
+
+    def forget_state(self) -> None:
+        """Drop the optimizer's state, if a sync is to reset it."""
+        if self._strategy.optimizer_state is OptimizerState.RESET:
+            for parameter in self._names():
+                self._optimizer.state.pop(parameter, None)
+
+    def close(self) -> None:
+        """Let go of the process groups."""
+        self._averagers.clear()
+
+    def _mean(self, level: str, agreed: Agreed) -> Traffic:
+        return self._averager(level).start(agreed).finish()
+
+    def _parameters(self) -> list[Named]:
+        return unique((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        """Return what the optimizer's state is kept by, with names."""
+        return {parameter: name for name, parameter in self._parameters()}
+
+    def _weights(self) -> tuple[list[Named], list[Named]]:
+        """Return what of the model is averaged, and what takes the largest value."""
+        floats: list[Named] = []
+        counters: list[Named] = []
+        if self._strategy.buffers is Buffers.MEAN:
+            floats, counters = split_floats(buffers_of(self.model))
+        return [*self._parameters(), *floats], counters
+
+    def _tensors(self) -> tuple[list[Named], list[Named]]:
+        """Return the same with the optimizer's state, where that is averaged too."""
+        named, counters = self._weights()
+        shaped, steps = self._state()
+        return [*named, *shaped], [*counters, *steps]
+
+    def _state(self) -> tuple[list[Named], list[Named]]:
+        if self._strategy.optimizer_state is not OptimizerState.AVERAGE:
+            return [], []
+        return optimizer_state_of(self._optimizer, self._names())
+
+    def _averager(self, level: str) -> Averager:
+        return self._make(
+            level, lambda: self._topology.peers(level), lambda r: self._topology.subset(level, r)
+        )
+
+    def _make(
+        self,
+        key: str,
+        peers: Callable[[], Peers],
+        subset: Callable[[tuple[int, ...]], Peers] | None = None,
+    ) -> Averager:
+        if key not in self._averagers:
+            self._averagers[key] = Averager(
+                peers(),
+                reducer=self._strategy.reducer,
+                agreements=[self._topology.describe(), self._strategy.describe()],
+                subset=subset,
+            )
+        return self._averagers[key]
+
+
+class ShardedReplica(Replica):
+    """A replica that averages only its shard with other groups, and gathers inside its own.
+
+    The ranks of a group hold the same parameters, so this is the mean over all ranks, and what
+    leaves a host is one copy of the model.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        zero: ZeroRedundancyOptimizer,
+        strategy: Strategy,
+        topology: Topology,
+    ) -> None:
+        super().__init__(model, zero, strategy, topology)
+        self.zero = self._zero = zero
+        self._group = _level_of(zero, topology)
+        _check_owned(model, zero)
+        self._check_gradient_levels()
+
+    def settle(self) -> None:
+        """Settle as any replica, and meet those that own the same shard elsewhere."""
+        super().settle()
+        for level in self._used_levels():
+            self.across(level)
+        _ = self._zero.wire  # compares what is sharded, and makes its groups
+
+    def across(self, level: str) -> Peers:
+        """Return those at this rank's place in the other groups of a level."""
+        me, group = self._zero.shards.group_rank, self._topology.members(self._group)
+        if set(self._topology.members(level)) <= set(group):
+            return self._topology.subset(level, (group[me],))
+        peers = self._topology.peers(level, within=self._group)
+        weights = self._topology.weights
+        if weights is None:
+            return peers
+        # A rank there stands for its whole group, which holds the same parameters.
+        members = [self._topology.members(self._group, rank) for rank in peers.global_ranks]
+        return replace(peers, weights=tuple(sum(weights[r] for r in group) for group in members))
+
+    def group_weights(self) -> tuple[float, ...] | None:
+        """Return the weights of the ranks that share gradients with this one."""
+        weights = self._topology.weights
+        members = self._topology.members(self._group)
+        return None if weights is None else tuple(weights[rank] for rank in members)
+
+    def _mean(self, level: str, agreed: Agreed) -> Traffic:
+        names = {name for name, _ in self._parameters()}
+        rest = [(name, tensor) for name, tensor in agreed.parts if name not in names]
+        traffic = super()._mean(level, replace(agreed, parts=rest))
+        peers = self.across(level)
+        if peers.size == 1:
+            return traffic
+        shaped, steps = self._state()
+        shards = [(name, shard) for shard, name in self._names().items()]
+        if shards:  # a rank may own nothing, and then so do its peers
+            across = self._make(f"across {level}", lambda: peers)
+            traffic.add(across.average([*shards, *shaped], steps, step=agreed.step))
+        stepped = [p for p in self._zero.parameters if p.requires_grad]
+        gathering = self._zero.wire.start_gather(stepped)
+        gathering.wait()
+        traffic.add(gathering.traffic)
+        return traffic
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        self._zero.shards.follow()
+        shards = self._zero.shards.of
+        return {shards[p]: name for name, p in self._parameters() if p in shards}
+
+    def _tensors(self) -> tuple[list[Named], list[Named]]:
+        return self._weights()  # state is shaped as the shard is: compared with its owners only
+
+    def _check_gradient_levels(self) -> None:
+        group = set(self._topology.members(self._group))
+        for level in sorted(self._strategy.schedule.gradient_levels()):
+            if not group <= set(self._topology.members(level)):
+                raise NotAttachable(
+                    f"gradient level {level!r} (ranks {list(self._topology.members(level))}) is "
+                    f"narrower than the optimizer's group (ranks {sorted(group)}), whose ranks all "
+                    "need the gradients of what they own; share them on a level that holds it"
+                )
+
+    def _used_levels(self) -> list[str]:
+        schedule = self._strategy.schedule
+        used = schedule.gradient_levels() | schedule.parameter_levels() | {self.widest}
+        return [level for level in self._topology.levels if level in used]
+
+
+def _level_of(zero: ZeroRedundancyOptimizer, topology: Topology) -> str:
+    """Return the level whose groups shard an optimizer each."""
+    ranks = tuple(sorted(torch.distributed.get_process_group_ranks(zero.process_group)))
+    for level in topology.levels:
+        if topology.members(level) == ranks:
+            return level
+    raise NotAttachable(
+        f"the optimizer is sharded over ranks {list(ranks)}, which is none of this rank's groups: "
+        f"{ {level: list(topology.members(level)) for level in topology.levels} }; give it "
+        "process_group=topology.process_group('host') or another level's"
+    )
+
+
+def _check_owned(model: torch.nn.Module, zero: ZeroRedundancyOptimizer) -> None:
+    owned = set(zero.parameters)
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and p not in owned]
+    if missing:
+        raise NotAttachable(
+            f"the optimizer does not have {missing[:3]} ({len(missing)} in all), whose gradients "
+            "nobody would own; give it all trained parameters, or freeze these"
+        )
