@@ -1,4 +1,4 @@
-"""Run benchmarks: ``python -m benchmarks [averaging|growth|idle|zero ...]``.
+"""Run benchmarks: ``python -m benchmarks [averaging|growth|idle|zero|zero_link ...]``.
 
 Without names all of them run. Every one prints a table and writes a dated file below
 ``benchmarks/results``.
@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import averaging, growth, idle, zero
+from benchmarks import averaging, growth, idle, zero, zero_link
 from benchmarks.report import write
 
-BENCHMARKS = {"averaging": averaging.run, "growth": growth.run, "idle": idle.run, "zero": zero.run}
+BENCHMARKS = {
+    "averaging": averaging.run,
+    "growth": growth.run,
+    "idle": idle.run,
+    "zero": zero.run,
+    "zero_link": zero_link.run,
+}
 
 
 def main() -> None:

@@ -20,9 +20,10 @@ class Row:
 
     condition: str
     contender: str
-    milliseconds: float  # the median over the rounds of the slowest rank
+    median: float  # over the rounds, of the slowest rank
     spread: tuple[float, float]  # first and third quartile
-    ratios: dict[str, float]  # how many times as fast as the named contender
+    ratios: dict[str, float]  # how many times as fast (as small) as the named contender
+    unit: str = "ms"
 
 
 def write(name: str, rows: list[Row]) -> None:
@@ -31,7 +32,7 @@ def write(name: str, rows: list[Row]) -> None:
         ratios = ", ".join(f"{ratio:.2f}x {other}" for other, ratio in row.ratios.items())
         low, high = row.spread
         print(
-            f"{row.condition:30} {row.contender:24} {row.milliseconds:9.4g} ms "
+            f"{row.condition:30} {row.contender:24} {row.median:9.4g} {row.unit} "
             f"({low:.4g} to {high:.4g})  {ratios}"
         )
     RESULTS.mkdir(exist_ok=True)

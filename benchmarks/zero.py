@@ -1,4 +1,4 @@
-"""Training steps with a sharded optimizer: 6 transformer layers of width 384 (10.6M), AdamW fused."""
+"""Training steps with a sharded AdamW: 6 transformer layers of width 384, 10.6M parameters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Block(torch.nn.Module):
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
-        return x + self.narrow(torch.nn.functional.gelu(self.widen(self.norms[1](x))))
+        wide = torch.nn.functional.gelu(self.widen(self.norms[1](x)))
+        return torch.add(x, self.narrow(wide))
 
 
 def model() -> torch.nn.Module:
@@ -117,6 +118,34 @@ def optimizer_of(net: torch.nn.Module) -> Contender:
     return lambda: optimizer.step()
 
 
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return what an optimizer keeps on this rank."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+
+def measure_memory() -> dict[str, int]:
+    """Return the state's bytes on the fullest rank, after one step."""
+    sizes: dict[str, int] = {}
+    for name, make in {"DDP": adamw, "loosestep ZeRO": loosestep_zero}.items():
+        net = DistributedDataParallel(model())
+        optimizer = make(net)
+        step_of(torch.randn(1, 4, WIDTH), net, optimizer)()
+        size = torch.tensor(state_bytes(optimizer))
+        dist.all_reduce(size, op=dist.ReduceOp.MAX)
+        sizes[name] = int(size)
+    return sizes
+
+
+def memory_rows(world_size: int) -> list[Row]:
+    sizes = run_ranks(world_size, measure_memory, timeout=300)[0]
+    condition = f"{world_size} ranks, optimizer state"
+    return [
+        Row(condition, name, size / 1e6, (size / 1e6,) * 2, {"DDP": sizes["DDP"] / size}, "MB")
+        for name, size in sizes.items()
+    ]
+
+
 def measure(batch: tuple[int, int], rounds: int) -> dict[str, list[float]]:
     """Time all contenders in turn; the floor is DDP without an optimizer and 1/n of AdamW."""
     seconds = alternate(contenders(batch), rounds)
@@ -127,6 +156,7 @@ def measure(batch: tuple[int, int], rounds: int) -> dict[str, list[float]]:
 def run(rounds: int) -> list[Row]:
     result: list[Row] = []
     for world_size in (2, 4):
+        result += memory_rows(world_size)
         for batch in BATCHES:
             seconds = run_ranks(
                 world_size, measure, batch, rounds, timeout=1200, group_timeout=120

@@ -33,16 +33,17 @@ ROOT = Path(__file__).parents[1]
 
 def missing() -> str:
     """Return what this machine lacks for network namespaces, or ''."""
-    tools = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
+    tools = [tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None]
     lacking = [] if os.geteuid() == 0 else ["root"]
     lacking += [f"the command {tool!r} (iproute2 or util-linux)" for tool in tools]
     return f"network namespaces need {' and '.join(lacking)}" if lacking else ""
 
 
 class TwoHosts:
-    """Two network namespaces and a veth pair between them."""
+    """Two network namespaces and a veth pair between them, as fast as it goes or at a ``rate``."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate: str = "") -> None:
+        self._rate = rate  # of each direction, as ``tc`` writes it: 1gbit
         self._holders: list[subprocess.Popen[bytes]] = []
         self._ranks: list[Rank] = []
 
@@ -97,6 +98,9 @@ class TwoHosts:
             _call([*inside, "ip", "address", "add", f"{address}/24", "dev", INTERFACE])
             _call([*inside, "ip", "link", "set", INTERFACE, "up"])
             _call([*inside, "ip", "link", "set", "lo", "up"])
+            if self._rate:
+                bucket = ["rate", self._rate, "burst", "256kb", "latency", "50ms"]
+                _call([*inside, "tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *bucket])
 
     def _inside(self, host: int) -> list[str]:
         return ["nsenter", "--net", "--target", str(self._holders[host].pid)]

@@ -28,16 +28,17 @@ def run(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "averaged"),
+    ("name", "said"),
     [
         ("attach.py", "parameters/world: 2 syncs"),  # after step 20 + 8, and at the end
         ("drop_in.py", "parameters/every 8: 2 syncs"),  # at calls 20 and 28, the last one
+        ("zero.py", "optimizer state: 50%"),
     ],
 )
-def test_script_runs_under_torchrun(name: str, averaged: str):
+def test_script_runs_under_torchrun(name: str, said: str):
     output = run(*TORCHRUN, str(EXAMPLES / name), "--steps", "29")
     assert "loss" in output
-    assert averaged in output
+    assert said in output
 
 
 def test_demo_shows_every_strategy():

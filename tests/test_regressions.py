@@ -255,12 +255,12 @@ def crossed_loss(net: Crossed, rank: int) -> torch.Tensor:
 
 
 def share_crossed() -> bool:
-    plain.BUCKET_BYTES = 4 * (36 + 6)  # a bucket for each layer
+    plain.ToAll.bucket_bytes = 4 * (36 + 6)  # a bucket for each layer
     net, rank = Crossed(), dist.get_rank()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with attach(net, optimizer, ddp()):
         crossed_loss(net, rank).backward()
-    plain.BUCKET_BYTES = 25 << 20
+    plain.ToAll.bucket_bytes = 25 << 20
     both = [Crossed(), Crossed()]
     for other, replica in enumerate(both):
         crossed_loss(replica, other).backward()

@@ -13,7 +13,13 @@ from loosestep.hooks.ddp import DDPAdapter, WholeBuckets
 from loosestep.hooks.fsdp import FSDPAdapter, mesh_ranks
 from loosestep.hooks.gradients import GradientSharing
 from loosestep.hooks.plain import PlainAdapter
-from loosestep.hooks.sharded import ShardedBuckets, ShardedDDP, ShardGradients, ToOwners
+from loosestep.hooks.sharded import (
+    REDUCTIONS_UNDER_WAY,
+    ShardedBuckets,
+    ShardedDDP,
+    ShardGradients,
+    ToOwners,
+)
 from loosestep.optim.zero import ZeroRedundancyOptimizer
 from loosestep.peers import Peers
 from loosestep.recipes import Strategy
@@ -22,7 +28,8 @@ from loosestep.schedule import Schedule
 from loosestep.tensors import holders_of
 from loosestep.topology import Topology
 
-BUCKETS_UNDER_WAY = 2  # of a plain module in stage 2: the gradients that are in memory twice
+# Buckets of a plain module under way at once, by stage. Two: little is in memory twice.
+BUCKETS_UNDER_WAY = {1: REDUCTIONS_UNDER_WAY, 2: 2}
 STEPS_LOOKED_AT = 4096  # of a schedule, for steps that share no gradients
 
 
@@ -58,9 +65,12 @@ def _sharded(
     owners = ToOwners(replica.zero, sharing, ShardGradients(), replica.across, weights)
     if isinstance(model, DistributedDataParallel):
         return DDPAdapter(model, ShardedDDP(model, owners))
-    stage = strategy.sharding.stage if strategy.sharding is not None else None
-    most_under_way = None if stage == 1 else BUCKETS_UNDER_WAY
-    return PlainAdapter(model.parameters(), sharing, ShardedBuckets(owners, most_under_way))
+    carrier = ShardedBuckets(owners, BUCKETS_UNDER_WAY[_stage(strategy) or 2])
+    return PlainAdapter(model.parameters(), sharing, carrier)
+
+
+def _stage(strategy: Strategy) -> int | None:
+    return strategy.sharding.stage if strategy.sharding is not None else None
 
 
 def check_sharded(
@@ -72,8 +82,7 @@ def check_sharded(
             "attach takes gradients to their owners itself; make the optimizer with "
             "overlap_with_ddp=False, or use hook_with_zero_step without attach"
         )
-    stage = strategy.sharding.stage if strategy.sharding is not None else None
-    if stage == 2 and isinstance(model, DistributedDataParallel):
+    if _stage(strategy) == 2 and isinstance(model, DistributedDataParallel):
         raise NotAttachable(
             "stage=2 frees gradients that a rank does not own, but DDP keeps the memory of its "
             "buckets for the whole run; attach the plain module, or use stage=1"

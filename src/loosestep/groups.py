@@ -50,12 +50,18 @@ def world_group() -> dist.ProcessGroup:
     return group
 
 
-def own_group(ranks: tuple[int, ...], timeout: float | None = None) -> dist.ProcessGroup:
+def own_group(
+    ranks: tuple[int, ...],
+    timeout: float | None = None,
+    like: dist.ProcessGroup | None = None,
+) -> dist.ProcessGroup:
     """Make a process group that nobody else uses; its members call this, and only they.
 
-    ``get_pg_count()`` and the names of groups made later stay as they are.
+    Its backend is that of ``like``, by default the world's. ``get_pg_count()`` and the names of
+    groups made later stay as they are.
     """
     world = world_group()
+    backend = c10d._world.pg_map[world if like is None else like][0]
     made = _made.setdefault(world, Counter())
     made[ranks] += 1
     name = f"loosestep-{'-'.join(map(str, ranks))}-{made[ranks]}"
@@ -63,7 +69,7 @@ def own_group(ranks: tuple[int, ...], timeout: float | None = None) -> dist.Proc
     reason = ""
     try:
         # In a thread: where the store's host hangs, torch's own time-out does not end the call.
-        group = within(limit.total_seconds() + 1.0, lambda: _make(name, ranks, limit))
+        group = within(limit.total_seconds() + 1.0, lambda: _make(name, ranks, limit, backend))
     except (RuntimeError, TimeoutError) as error:
         reason = str(error).splitlines()[0]
     if reason:
@@ -72,14 +78,14 @@ def own_group(ranks: tuple[int, ...], timeout: float | None = None) -> dist.Proc
     return group
 
 
-def _make(name: str, ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
-    world, store = world_group(), c10d._get_default_store()
+def _make(name: str, ranks: tuple[int, ...], timeout: timedelta, backend: str) -> dist.ProcessGroup:
+    store = c10d._get_default_store()
     store.set(f"{name}/{dist.get_rank()}", "here")
     group, _ = c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
         list(ranks),
-        c10d._world.pg_map[world][0],
+        backend,
         store,
         c10d.GroupName(name),
         timeout=timeout,
@@ -114,7 +120,7 @@ def own_subgroup(
         return None
     made = _subgroups.setdefault(parent, {})
     if ranks not in made:
-        made[ranks] = own_group(ranks, timeout)
+        made[ranks] = own_group(ranks, timeout, parent)
     return made[ranks]
 
 
@@ -124,7 +130,7 @@ def private_twin(group: dist.ProcessGroup, timeout: float | None = None) -> dist
         return group
     twins = _twins.setdefault(group, {})
     if timeout not in twins:
-        twins[timeout] = own_group(tuple(dist.get_process_group_ranks(group)), timeout)
+        twins[timeout] = own_group(tuple(dist.get_process_group_ranks(group)), timeout, group)
     return twins[timeout]
 
 

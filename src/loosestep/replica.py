@@ -29,6 +29,8 @@ from loosestep.tensors import Named, unique
 from loosestep.topology import Topology
 from loosestep.wire import Traffic
 
+State = tuple[list[Named], list[Named]]  # tensors of an optimizer that have a mean, and counters
+
 
 class Replica:
     """A model and its optimizer on one rank, seen by the averagers of all levels."""
@@ -67,16 +69,14 @@ class Replica:
         return self._averager(level).agree(*self._tensors(), progress)
 
     def average(self, level: str, agreed: Agreed) -> Traffic:
-        """Average it, do to buffers and optimizer state what their policies say."""
-        traffic = self._mean(level, agreed)
-        if self._strategy.buffers is Buffers.BROADCAST:
-            traffic.add(self._averager(level).broadcast(buffers_of(self.model)))
-        return traffic
+        """Average it, and do to buffers what their policy says."""
+        traffic = self._mean(level, agreed, self._state())
+        return self._follow_buffers(level, traffic)
 
     def average_weights(self, step: int) -> None:
         """Average the model over the widest level, without the optimizer's state."""
         agreed = self._averager(self.widest).agree(*self._weights(), Progress(step))
-        self.average(self.widest, agreed)
+        self._follow_buffers(self.widest, self._mean(self.widest, agreed, ([], [])))
 
     def touched(self) -> list[torch.Tensor]:
         """Return every tensor of the model that averaging may change."""
@@ -93,8 +93,13 @@ class Replica:
         """Let go of the process groups."""
         self._averagers.clear()
 
-    def _mean(self, level: str, agreed: Agreed) -> Traffic:
-        return self._averager(level).start(agreed).finish()
+    def _mean(self, level: str, agreed: Agreed, state: State) -> Traffic:
+        return self._averager(level).start(agreed).finish()  # the state is part of what was agreed
+
+    def _follow_buffers(self, level: str, traffic: Traffic) -> Traffic:
+        if self._strategy.buffers is Buffers.BROADCAST:
+            traffic.add(self._averager(level).broadcast(buffers_of(self.model)))
+        return traffic
 
     def _parameters(self) -> list[Named]:
         return unique((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
@@ -117,7 +122,7 @@ class Replica:
         shaped, steps = self._state()
         return [*named, *shaped], [*counters, *steps]
 
-    def _state(self) -> tuple[list[Named], list[Named]]:
+    def _state(self) -> State:
         if self._strategy.optimizer_state is not OptimizerState.AVERAGE:
             return [], []
         return optimizer_state_of(self._optimizer, self._names())
@@ -189,22 +194,21 @@ class ShardedReplica(Replica):
         members = self._topology.members(self._group)
         return None if weights is None else tuple(weights[rank] for rank in members)
 
-    def _mean(self, level: str, agreed: Agreed) -> Traffic:
+    def _mean(self, level: str, agreed: Agreed, state: State) -> Traffic:
         names = {name for name, _ in self._parameters()}
         rest = [(name, tensor) for name, tensor in agreed.parts if name not in names]
-        traffic = super()._mean(level, replace(agreed, parts=rest))
+        traffic = super()._mean(level, replace(agreed, parts=rest), state)
         peers = self.across(level)
         if peers.size == 1:
             return traffic
-        shaped, steps = self._state()
+        shaped, steps = state
         shards = [(name, shard) for shard, name in self._names().items()]
         if shards:  # a rank may own nothing, and then so do its peers
             across = self._make(f"across {level}", lambda: peers)
             traffic.add(across.average([*shards, *shaped], steps, step=agreed.step))
         stepped = [p for p in self._zero.parameters if p.requires_grad]
-        gathering = self._zero.wire.start_gather(stepped)
-        gathering.wait()
-        traffic.add(gathering.traffic)
+        self._zero.wire.start_gather(stepped).wait()
+        traffic.add(self._zero.wire.take_moved())
         return traffic
 
     def _names(self) -> dict[torch.Tensor, str]:

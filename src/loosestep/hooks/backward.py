@@ -21,20 +21,30 @@ class Backward:
 
     def begin(self) -> None:
         """Note that a backward has come to its first bucket."""
+        self.check_whole()
+        self.under_way = True
+
+    def check_whole(self) -> None:
+        """Raise if the last backward never came to its end."""
         if self.under_way:
             raise RuntimeError(
                 "the last backward was interrupted by an error, so its gradients are only partly "
                 "used and ranks may be out of step; restart from a checkpoint"
             )
-        self.under_way = True
+
+    def end(self) -> None:
+        """Note that it has come to its last bucket.
+
+        Not before: with reentrant checkpoints there are backwards inside backward, and what is
+        queued in one of them runs when that one ends.
+        """
+        engine = Variable._execution_engine
         try:
-            Variable._execution_engine.queue_callback(self.finish)
+            engine.queue_callback(self.finish)
         except RuntimeError:  # no backward runs: a rank without batches shadows the others'
             return
         # DDP queues its own end later than this, so what is to come after it is queued by then.
-        Variable._execution_engine.queue_callback(
-            lambda: Variable._execution_engine.queue_callback(self._last)
-        )
+        engine.queue_callback(lambda: engine.queue_callback(self._last))
 
     @torch.no_grad()
     def finish(self) -> None:

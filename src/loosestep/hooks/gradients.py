@@ -17,7 +17,7 @@ from loosestep.clock import Clock
 from loosestep.peers import Peers, Phase
 from loosestep.schedule import Schedule
 from loosestep.telemetry import SyncRecord, Telemetry
-from loosestep.wire import Native
+from loosestep.wire import Native, Traffic
 
 
 def finished(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -56,7 +56,10 @@ class GradientSharing:
     schedule: Schedule
     peers: Callable[[str], Peers]
     telemetry: Telemetry
-    _bytes: int = 0
+    also: Callable[[], Traffic] = (
+        Traffic  # what else has been moved for the step since it was asked
+    )
+    _moved: Traffic = field(default_factory=Traffic)
     _began: float = field(default=0.0)
     _ended: float = field(default=0.0)
 
@@ -69,14 +72,15 @@ class GradientSharing:
         """Launch the mean of a buffer and count it."""
         if peers.size == 1:
             return finished(buffer)
-        self.count(Native().bytes_on_wire(buffer.numel(), buffer.dtype, peers.size))
+        sent = Native().bytes_on_wire(buffer.numel(), buffer.dtype, peers.size)
+        self.count(Traffic(bytes_sent=sent))
         future = mean_future(buffer, peers.process_group, _share(peers))
         return future.then(self._done)
 
-    def count(self, bytes_sent: int) -> None:
-        """Count bytes that have just been launched."""
+    def count(self, traffic: Traffic) -> None:
+        """Count what has just been launched."""
         self._began = self._began or time.perf_counter()
-        self._bytes += bytes_sent
+        self._moved.add(traffic)
 
     def arrived(self) -> None:
         """Say that everything has come that was launched so far."""
@@ -100,12 +104,13 @@ class GradientSharing:
     def record(self, step: int) -> None:
         """Hand what was shared since the last call to telemetry."""
         level = self.schedule(step).gradients
-        if self._bytes and level is not None:
+        moved, self._moved = self._moved, Traffic()
+        moved.add(self.also())
+        if (moved.bytes_sent or moved.bytes_copied) and level is not None:
             seconds = max(0.0, self._ended - self._began)
-            self.telemetry.record(
-                SyncRecord(step, level, "gradients", seconds, self._bytes, 0, drift=None)
-            )
-        self._bytes, self._began = 0, 0.0
+            sizes = (moved.bytes_sent, moved.bytes_copied)
+            self.telemetry.record(SyncRecord(step, level, "gradients", seconds, *sizes, drift=None))
+        self._began = 0.0
 
 
 def _share(peers: Peers) -> float | None:

@@ -19,8 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from loosestep.hooks.gradients import GradientSharing
 
-BUCKET_BYTES = 25 << 20  # larger: fewer collectives; smaller: earlier overlap with backward
-
 
 class Bucket:
     """Gradients that travel together, and one number a parameter that says if it was used."""
@@ -65,6 +63,7 @@ class Bucket:
 class Carrier(Protocol):
     """How a bucket's gradients are shared."""
 
+    bucket_bytes: int  # larger: fewer messages; smaller: less memory, earlier overlap
     most_under_way: int | None  # buckets at once; fewer: less memory, more waiting in backward
     bucket_type: type[Bucket]
 
@@ -81,6 +80,7 @@ class Carrier(Protocol):
 class ToAll:
     """Every rank gets the mean of every gradient."""
 
+    bucket_bytes = 25 << 20
     most_under_way = None
     bucket_type = Bucket
 
@@ -162,7 +162,10 @@ class PlainAdapter:
     def _adopt(self) -> list[Bucket]:
         """Make buckets for parameters that require gradients and have none yet."""
         new = [p for p in self._parameters if p.requires_grad and p not in self._bucket_of]
-        buckets = [self._carrier.bucket_type(members) for members in _divide(new)]
+        buckets = [
+            self._carrier.bucket_type(members)
+            for members in _divide(new, self._carrier.bucket_bytes)
+        ]
         self._buckets += buckets
         self._bucket_of |= {p: bucket for bucket in buckets for p in bucket.parameters}
         self._hooks += [
@@ -206,13 +209,15 @@ class PlainAdapter:
         self._num_launched += 1
 
 
-def _divide(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+def _divide(
+    parameters: list[torch.nn.Parameter], bucket_bytes: int
+) -> list[list[torch.nn.Parameter]]:
     """Group parameters of one dtype and device, last first, as backward comes to them."""
     groups: dict[tuple[torch.dtype, torch.device], list[list[torch.nn.Parameter]]] = {}
     for parameter in reversed(parameters):
         lists = groups.setdefault((parameter.dtype, parameter.device), [[]])
         filled = sum(p.numel() * p.element_size() for p in lists[-1])
-        if lists[-1] and filled + parameter.numel() * parameter.element_size() > BUCKET_BYTES:
+        if lists[-1] and filled + parameter.numel() * parameter.element_size() > bucket_bytes:
             lists.append([])
         lists[-1].append(parameter)
     return [members for lists in groups.values() for members in lists if members]

@@ -4,6 +4,7 @@ What comes out is kept in ``ShardGradients`` until ``optimizer.step()``. ``param
 then: nobody has all of it, and a part would be mistaken for the whole.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,6 +21,8 @@ from loosestep.optim.shards import laid_out_like
 from loosestep.optim.stepping import Given, WholeGradients
 from loosestep.optim.zero import ZeroRedundancyOptimizer
 from loosestep.peers import Peers
+
+REDUCTIONS_UNDER_WAY = 64  # a neighbour's memory can be read at 128 places at once
 
 
 class ShardGradients:
@@ -79,6 +82,7 @@ class ToOwners:
         self.zero, self.store = zero, store
         self._sharing, self._across, self._weights = sharing, across, weights
         zero.gradients = store
+        sharing.also = lambda: zero.wire.take_moved()
 
     def launch(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> Reducing:
         """Start to reduce the gradients of these parameters."""
@@ -86,7 +90,7 @@ class ToOwners:
         reduction = self.zero.wire.start_reduce(
             parameters, buffer, f"the bucket of {name}", self._weights
         )
-        self._sharing.count(reduction.traffic.bytes_sent)
+        self._sharing.count(reduction.traffic)
         return reduction
 
     def wait(self, reduction: Reducing, level: str) -> torch.Tensor:
@@ -127,10 +131,12 @@ class ShardedBuckets:
     ``most_under_way`` bounds the buckets that wait to be read by their owners.
     """
 
+    bucket_bytes = 8 << 20  # small: what is under way is in memory twice
     bucket_type: type[Bucket] = MemoryBucket
 
-    def __init__(self, owners: ToOwners, most_under_way: int | None) -> None:
-        self._owners, self.most_under_way = owners, most_under_way
+    def __init__(self, owners: ToOwners, most_under_way: int) -> None:
+        self._owners = owners
+        self.most_under_way: int | None = most_under_way
 
     def launch(self, bucket: Bucket, level: str) -> Callable[[], None]:
         """Send every gradient to its owner and free it."""
@@ -168,7 +174,7 @@ class ShardedDDP:
         self._owners = owners
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._backward = Backward(self._finish, self._drop)
-        self._under_way: list[tuple[Sequence[torch.Tensor], list[bool] | None, Reducing]] = []
+        self._under_way: deque[tuple[Sequence[torch.Tensor], list[bool] | None, Reducing]] = deque()
         self._usage: Usage | None = None
         if module.find_unused_parameters or module.static_graph:
             self._usage = Usage(self._parameters)
@@ -183,6 +189,10 @@ class ShardedDDP:
         flags = None if self._usage is None else self._usage.flags(parameters)
         reduction = self._owners.launch(parameters, bucket.buffer())
         self._under_way.append((parameters, flags, reduction))
+        if len(self._under_way) > REDUCTIONS_UNDER_WAY:
+            self._take_in().release()
+        if bucket.is_last():
+            self._backward.end()
         return finished(bucket.buffer())
 
     def close(self) -> None:
@@ -192,19 +202,23 @@ class ShardedDDP:
             self._usage.close()
 
     def _finish(self) -> None:
-        wire, level = self._owners.zero.wire, self._owners.level()
-        under_way, self._under_way = self._under_way, []
-        for parameters, flags, reduction in under_way:
-            parts = wire.parts_of(parameters, self._owners.wait(reduction, level))
-            used = list(parameters)
-            if flags is not None:
-                known = wire.any_of(flags, "agreeing which parameters were used")
-                used = [p for p, any_rank in zip(parameters, known, strict=True) if any_rank]
-            self._owners.store.add(used, parts, reduction)
-        for _, _, reduction in under_way:
+        reductions = [self._take_in() for _ in range(len(self._under_way))]
+        for reduction in reductions:
             reduction.release()
         if self._usage is not None:
             self._usage.clear()
+
+    def _take_in(self) -> Reducing:
+        """Keep the oldest bucket's gradients."""
+        parameters, flags, reduction = self._under_way.popleft()
+        wire, level = self._owners.zero.wire, self._owners.level()
+        parts = wire.parts_of(parameters, self._owners.wait(reduction, level))
+        used = list(parameters)
+        if flags is not None:
+            known = wire.any_of(flags, "agreeing which parameters were used")
+            used = [p for p, any_rank in zip(parameters, known, strict=True) if any_rank]
+        self._owners.store.add(used, parts, reduction)
+        return reduction
 
     def _drop(self) -> None:
         for parameter in self._parameters:

@@ -34,6 +34,7 @@ from loosestep.optim.zero import ZeroRedundancyOptimizer
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 GATHERS_UNDER_WAY = 2  # more: more room for parameters that have come and wait to be unpacked
+REDUCTIONS_UNDER_WAY = 64  # a neighbour's memory can be read at 128 places at once
 
 _hooked: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -56,6 +57,7 @@ def hook_with_zero_step(
         zero = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, overlap_with_ddp=True, lr=1e-3)
         ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
     """
+    _check(hook, ddp, zero)
     return _hook_function(Overlap(hook, ddp, zero, AfterLast(zero)))
 
 
@@ -72,6 +74,7 @@ def hook_with_zero_step_interleaved(
     the step comes after the last bucket here too. A parameter that is also used detached from the
     graph must not change before backward ends: use ``hook_with_zero_step`` then.
     """
+    _check(hook, ddp, zero)
     early = zero.kind.by_parameter and not zero.options.needs_all_gradients
     return _hook_function(Overlap(hook, ddp, zero, EachBucket(zero) if early else AfterLast(zero)))
 
@@ -146,6 +149,9 @@ class Arrival:
 class Plan(Protocol):
     """When the buckets of one backward are stepped."""
 
+    def make_room(self) -> None:
+        """Finish the oldest of too many reductions; all ranks do so at the same bucket."""
+
     def arrive(self, arrival: Arrival) -> None:
         """Take a bucket that has just been launched."""
 
@@ -158,7 +164,12 @@ class AfterLast:
 
     def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
         self._zero = zero
-        self._arrivals: list[Arrival] = []
+        self._begin()
+
+    def make_room(self) -> None:
+        """Take the oldest gradients in, and let the others have their memory back."""
+        if len(self._arrivals) >= REDUCTIONS_UNDER_WAY:
+            self._take_in(self._arrivals.popleft()).release()
 
     def arrive(self, arrival: Arrival) -> None:
         """Keep it."""
@@ -166,18 +177,27 @@ class AfterLast:
 
     def finish(self) -> None:
         """Wait for all gradients, step, and bring the parameters back."""
-        arrivals, self._arrivals = self._arrivals, []
-        parameters: list[torch.Tensor] = []
-        parts: Parts = {}
-        for arrival in arrivals:
-            stepped, some = arrival.wait()
-            parameters += stepped
-            parts |= some
-        if self._zero.step_params(parts):
-            self._zero.wire.start_gather(parameters).wait()
-        for arrival in arrivals:
-            arrival.reduction.release()
-            arrival.reduction.close()
+        reductions = [self._take_in(arrival) for arrival in self._arrivals]
+        if self._zero.step_params(self._parts):
+            self._zero.wire.start_gather(self._parameters).wait()
+        for reduction in reductions:
+            reduction.release()
+        for reduction in self._taken_in:
+            reduction.close()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._arrivals: deque[Arrival] = deque()
+        self._taken_in: list[Reduction] = []
+        self._parameters: list[torch.Tensor] = []
+        self._parts: Parts = {}
+
+    def _take_in(self, arrival: Arrival) -> Reduction:
+        stepped, parts = arrival.wait()
+        self._parameters += stepped
+        self._parts |= parts
+        self._taken_in.append(arrival.reduction)
+        return arrival.reduction
 
 
 class EachBucket:
@@ -190,9 +210,14 @@ class EachBucket:
     def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
         self._zero = zero
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loosestep-zero")
-        self._steps: list[Future[None]] = []
-        self._gathers: deque[Gathering] = deque()
-        self._read: deque[Reduction] = deque()  # whose memory the others may still need
+        self._steps: deque[Future[None]] = deque()
+        # The memory of a reduction is released late: the others may still need it.
+        self._stepped: deque[tuple[Gathering, Reduction]] = deque()
+
+    def make_room(self) -> None:
+        """Wait for the oldest step."""
+        if len(self._steps) >= REDUCTIONS_UNDER_WAY:
+            self._steps.popleft().result()
 
     def arrive(self, arrival: Arrival) -> None:
         """Step it when its turn comes."""
@@ -200,24 +225,23 @@ class EachBucket:
 
     def finish(self) -> None:
         """Wait for all steps and gathers; raise what went wrong in the first that failed."""
-        steps, self._steps = self._steps, []
-        for step in steps:
-            step.result()
-        while self._gathers:
-            self._gathers.popleft().wait()
-        while self._read:
-            self._read.popleft().release()
+        while self._steps:
+            self._steps.popleft().result()
+        while self._stepped:
+            self._settle()
 
     def _step(self, arrival: Arrival) -> None:
         parameters, parts = arrival.wait()
         self._zero.step_params(parts)
         arrival.reduction.close()
-        if parameters:
-            self._gathers.append(self._zero.wire.start_gather(parameters))
-        self._read.append(arrival.reduction)
-        while len(self._gathers) > GATHERS_UNDER_WAY:
-            self._gathers.popleft().wait()
-            self._read.popleft().release()
+        self._stepped.append((self._zero.wire.start_gather(parameters), arrival.reduction))
+        while len(self._stepped) > GATHERS_UNDER_WAY:
+            self._settle()
+
+    def _settle(self) -> None:
+        gathering, reduction = self._stepped.popleft()
+        gathering.wait()
+        reduction.release()
 
 
 class Overlap:
@@ -226,33 +250,36 @@ class Overlap:
     def __init__(
         self, hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, plan: Plan
     ) -> None:
-        _check(hook, ddp, zero)
         self._hook, self._zero, self._plan = hook, zero, plan
-        self._parameters = [p for p in ddp.parameters() if p.requires_grad]
+        self._parameters = list(_reduced(ddp).values())
         self._under_way = False
         self._used: set[torch.Tensor] | None = None
         if ddp.find_unused_parameters or ddp.static_graph:
             self._watch_use()
         zero.in_backward.shadowed = self._finish
-        ddp.register_forward_pre_hook(lambda *_: forget_spent(self._parameters))
+        ddp.register_forward_pre_hook(lambda *_: self._before_forward())
         _hooked.update((ddp, zero))
 
     @torch.no_grad()
     def bucket(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Launch one bucket's gradients; DDP calls this in the same order on all ranks."""
         if bucket.index() == 0:
-            self._begin()
+            self._check_whole()
+            self._under_way = True
         parameters, used = bucket.parameters(), None
         if self._used is not None:
             used = [parameter in self._used for parameter in parameters]
         reduction, future = self._launch(state, bucket)
         self._plan.arrive(Arrival(self._zero, parameters, reduction, used))
+        if bucket.is_last():
+            self._finish_with_backward()
         return future
 
     def _launch(
         self, state: Any, bucket: GradBucket
     ) -> tuple[Reduction, torch.futures.Future[torch.Tensor]]:
         if self._hook is allreduce_hook and _same_ranks(state, self._zero.process_group):
+            self._plan.make_room()
             name = self._zero.names[bucket.parameters()[0]]
             reduction: Reducing = self._zero.wire.start_reduce(
                 bucket.parameters(), bucket.buffer(), f"the bucket of {name}"
@@ -261,13 +288,21 @@ class Overlap:
         future = self._hook(state, bucket)
         return ByHook(self._zero, bucket.parameters(), future), future
 
-    def _begin(self) -> None:
+    def _before_forward(self) -> None:
+        if torch.is_grad_enabled():  # DDP would complain too, of parameters that were not used
+            self._check_whole()
+        forget_spent(self._parameters)
+
+    def _check_whole(self) -> None:
         if self._under_way:
             raise RuntimeError(
                 "the last backward was interrupted by an error, so parameters are only partly "
                 "stepped and ranks may be out of step; restart from a checkpoint"
             )
-        self._under_way = True
+
+    def _finish_with_backward(self) -> None:
+        # Not from the first bucket on: with reentrant checkpoints there are backwards inside
+        # backward, and what is queued in one of them runs when that one ends.
         try:
             Variable._execution_engine.queue_callback(self._finish)
         except RuntimeError:  # no backward runs: a rank without batches shadows the others'
@@ -326,8 +361,21 @@ def _check(hook: Any, ddp: Any, zero: Any) -> None:
         raise ValueError(f"this {which} has a ZeRO hook already; make one hook for each pair")
 
 
+def _reduced(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
+    """Return the parameters that DDP reduces the gradients of, by name."""
+    named = ddp.module.named_parameters()
+    ignored = ddp.parameters_to_ignore
+    return {n: p for n, p in named if p.requires_grad and n not in ignored}
+
+
 def _check_parameters(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
-    reduced = {n: p for n, p in ddp.named_parameters() if p.requires_grad}
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(
+                f"module {name!r} has sparse gradients, which cannot be divided by position; make "
+                "it with sparse=False"
+            )
+    reduced = _reduced(ddp)
     stepped = {p for p in zero.parameters if p.requires_grad}
     missing = [name for name, parameter in reduced.items() if parameter not in stepped]
     foreign = stepped - set(reduced.values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -20,6 +21,8 @@ def total_norm(parts: Iterable[torch.Tensor], norm_type: float, peers: Peers) ->
 
     (sum over members of norm^p)^(1/p); the largest for p = inf.
     """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be > 0 (inf is allowed), got {norm_type!r}")
     own = float(torch.nn.utils.get_total_norm(list(parts), norm_type))
     talking = peers.during(Phase("agreeing on the norm of the gradients"))
     payloads = talking.exchange_fixed(struct.pack("<d", own))
@@ -33,7 +36,10 @@ def total_norm(parts: Iterable[torch.Tensor], norm_type: float, peers: Peers) ->
 
 def scale_to_norm_(gradients: Sequence[torch.Tensor], norm: float, max_norm: float) -> None:
     """Shrink gradients whose norm is above ``max_norm``, as ``clip_grad_norm_`` does."""
-    multiply_(gradients, min(1.0, max_norm / (norm + 1e-6)))
+    factor = max_norm / (norm + 1e-6)
+    if not factor >= 1.0:  # also for NaN, which then spreads to all, as it does in torch
+        # A tensor: a plain number would be rounded to the gradients' 16 bits first.
+        multiply_(gradients, torch.tensor(factor, dtype=torch.float64))
 
 
 def multiply_(gradients: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
@@ -77,22 +83,33 @@ class ScalerLink:
         return found
 
     def take_over(self, held: Callable[[], Sequence[torch.Tensor]]) -> None:
-        """Let the scaler's own ``unscale_`` do it this way for this optimizer."""
-        stock = self._scaler.unscale_
+        """Let the scaler do it this way for this optimizer, in ``unscale_`` and in ``step``."""
+        scaler = self._scaler
+        stock_unscale, stock_check = scaler.unscale_, scaler._check_inf_per_device
 
         def unscale_(optimizer: torch.optim.Optimizer) -> None:
             if optimizer is not self._optimizer:
-                stock(optimizer)
+                stock_unscale(optimizer)
                 return
-            stage = self._scaler._per_optimizer_states[id(optimizer)]["stage"]
+            stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
             if stage is not OptState.READY:
                 raise RuntimeError(
                     "unscale_() has been called on this optimizer since the last update()"
                 )
             self.unscale_(held())
 
+        def check_inf(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+            if optimizer is not self._optimizer:
+                return stock_check(optimizer)
+            self.unscale_(held())  # ``step`` sees by the stage that nothing is left to unscale
+            found: dict[str, Any] = scaler._per_optimizer_states[id(optimizer)][
+                "found_inf_per_device"
+            ]
+            return found
+
         # On the instance: the class and other scalers stay as they are.
-        self._scaler.unscale_ = unscale_  # type: ignore[method-assign]
+        scaler.unscale_ = unscale_  # type: ignore[method-assign]
+        scaler._check_inf_per_device = check_inf  # type: ignore[method-assign]
 
 
 def _bad(gradients: Sequence[torch.Tensor]) -> bool:

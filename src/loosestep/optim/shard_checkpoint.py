@@ -96,9 +96,7 @@ class ShardedState:
             states = self._room()
         named = {
             self._names[parameter]: {
-                key: self._chunk_of(parameter, key, value)
-                for key, value in states[shard].items()
-                if isinstance(value, torch.Tensor)
+                key: self._chunk_of(parameter, value) for key, value in states[shard].items()
             }
             for parameter, shard in self._shards.of.items()
             if states.get(shard)
@@ -109,36 +107,36 @@ class ShardedState:
         """Take what was read; parameters that the checkpoint has no state of keep none."""
         for parameter, shard in self._shards.of.items():
             read = state_dict["state"].get(self._names[parameter], {})
-            tensors = {k: v.local if isinstance(v, FlatShard) else v for k, v in read.items()}
-            if tensors and not all(_untouched(tensor) for tensor in tensors.values()):
-                self._inner.state[shard] = tensors
+            state = {k: v.local if isinstance(v, FlatShard) else v for k, v in read.items()}
+            if _was_read(state):
+                self._inner.state[shard] = state
             else:
                 self._inner.state.pop(shard, None)
         groups: list[Group] = [dict(group) for group in json.loads(state_dict["groups"])]
         copy_settings([_tuples(group) for group in groups], self._inner.param_groups)
         self._loaded()
 
-    def _chunk_of(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> torch.Tensor:
+    def _chunk_of(self, parameter: torch.Tensor, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):  # a user's class may count in plain numbers
+            return value
         start, stop = self._shards.ownership.shares[parameter].of(self._shards.group_rank)
         if self._shards.ownership.whole or value.shape != (stop - start,):
             return value
         return FlatShard(value, start, parameter.numel())
 
     def _settings(self) -> str:
-        groups = [
-            {key: value for key, value in group.items() if key not in NOT_SETTINGS}
-            for group in self._inner.param_groups
-        ]
+        groups = [_settings_of(group) for group in self._inner.param_groups]
         return json.dumps(groups, default=_number)
 
     def _room(self) -> Mapping[torch.Tensor, State]:
         """Return a state of the right shapes, full of NaN, by a step of copies."""
-        shards = self._shards.of.values()
+        # Not of what is frozen: nobody has saved a state of that.
+        shards = [shard for p, shard in self._shards.of.items() if p.requires_grad]
         copies = {shard: torch.nn.Parameter(shard.detach().clone()) for shard in shards}
         for twin in copies.values():
             twin.grad = torch.zeros_like(twin)
         groups = [
-            {**group, "params": [copies[shard] for shard in group["params"]]}
+            _settings_of(group) | {"params": [copies[s] for s in group["params"] if s in copies]}
             for group in self._inner.param_groups
         ]
         trial = type(self._inner)(groups, **_required(self._inner))
@@ -153,11 +151,21 @@ def _required(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {a.name: known[a.name] for a in arguments if a.default is a.empty and a.name in known}
 
 
+def _settings_of(group: Group) -> Group:
+    return {key: value for key, value in group.items() if key not in NOT_SETTINGS}
+
+
 def _emptied(state: State) -> State:
     for value in state.values():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             value.fill_(torch.nan)
     return state
+
+
+def _was_read(state: State) -> bool:
+    """Say whether a checkpoint has filled this: it is not all NaN, as the room for it was."""
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return bool(state) and not (tensors and all(_untouched(tensor) for tensor in tensors))
 
 
 def _untouched(tensor: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from loosestep.optim.shards import Ownership, is_dense
@@ -26,6 +27,7 @@ class ShardSet:
     def __init__(self, ownership: Ownership, group_rank: int) -> None:
         self.ownership, self.group_rank = ownership, group_rank
         self.of: dict[torch.Tensor, torch.nn.Parameter] = {}  # only what this rank has a part of
+        self._strides: dict[torch.Tensor, tuple[int, ...]] = {}
 
     def add(self, groups: Iterable[Group]) -> None:
         """Divide the parameters of these groups, those that are trained first."""
@@ -33,6 +35,7 @@ class ShardSet:
         for trained in (True, False):
             self.ownership.add([p for p in new if p.requires_grad is trained])
         for parameter in new:
+            self._strides[parameter] = parameter.stride()
             view = self._view(parameter)
             if view is not None:
                 shard = torch.nn.Parameter(view, requires_grad=parameter.requires_grad)
@@ -50,6 +53,7 @@ class ShardSet:
 
     def follow(self) -> None:
         """Point the shards to where their parameters are now: users re-point ``param.data``."""
+        self._check_strides()
         for parameter, shard in self.of.items():
             start, _ = self.ownership.shares[parameter].of(self.group_rank)
             at = parameter.data_ptr() + start * parameter.element_size()
@@ -65,6 +69,16 @@ class ShardSet:
             shard.grad = None
         for parameter, part in parts.items():
             self.of[parameter].grad = part
+
+    def _check_strides(self) -> None:
+        """Raise where a slice would hold other elements than its state belongs to."""
+        for parameter, strides in self._strides.items():
+            if parameter.stride() != strides and not self.ownership.whole:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} has strides "
+                    f"{parameter.stride()} and had {strides} when the optimizer was made, whose "
+                    "state has the old order in memory; set the memory format before making it"
+                )
 
     def _view(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return self.ownership.view(parameter.detach(), parameter, self.group_rank)
@@ -107,6 +121,18 @@ def _check_parameter(name: str, parameter: torch.Tensor) -> None:
         raise ValueError(
             f"{name} has gaps or repeats in memory (shape {tuple(parameter.shape)}, strides "
             f"{parameter.stride()}); make it with .contiguous()"
+        )
+
+
+def check_devices(groups: Iterable[Group], process_group: dist.ProcessGroup) -> None:
+    """Raise unless the process group can move what is on the parameters' devices."""
+    can = {device.type for device in process_group._device_types}
+    have = {parameter.device.type for group in groups for parameter in group["params"]}
+    if dist.get_world_size(process_group) > 1 and not have <= can:
+        raise ValueError(
+            f"the process group moves tensors on {sorted(can)}, but parameters are on "
+            f"{sorted(have - can)}; give a group whose backend can, such as "
+            "init_process_group('cpu:gloo,cuda:nccl')"
         )
 
 

@@ -93,17 +93,21 @@ class _Entry:
         if "value" in entry:
             return entry["value"]
         if not self._elementwise():
-            place = _empty(entry) if peers.group_rank == to else None
+            place = self._room(entry, entry["shape"]) if peers.group_rank == to else None
             _move(mine, place, first, to, peers)
             return place
-        whole = None
-        if peers.group_rank == to:
-            dtype = getattr(torch, entry["dtype"])
-            whole = torch.empty_like(self._parameter, dtype=dtype, device="cpu")
+        whole = self._room(entry, self._parameter.shape) if peers.group_rank == to else None
         for member in self._entries:
             start, stop = self._ownership.shares[self._parameter].of(member)
             _move(mine, None if whole is None else memory_of(whole)[start:stop], member, to, peers)
         return whole
+
+    def _room(self, entry: dict[str, Any], shape: Sequence[int]) -> torch.Tensor:
+        """Return a place for the whole, with the parameter's strides if it has its shape."""
+        dtype = getattr(torch, entry["dtype"])
+        if list(shape) == list(self._parameter.shape):
+            return torch.empty_like(self._parameter, dtype=dtype, device="cpu")
+        return torch.empty(tuple(shape), dtype=dtype)
 
     def _elementwise(self) -> bool:
         """Say whether every part is one value an element of a sliced parameter."""
@@ -116,20 +120,16 @@ class _Entry:
         return True
 
 
-def _empty(entry: dict[str, Any]) -> torch.Tensor:
-    return torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-
-
 def _move(
     mine: torch.Tensor | None, place: torch.Tensor | None, source: int, to: int, peers: Peers
 ) -> None:
     """Bring a tensor from one member to a place on another, or nowhere on all others."""
+    tag = peers.next_tags(1) if peers.size > 1 else 0  # on all members, or they count differently
     if peers.group_rank == source == to:
         assert mine is not None
         assert place is not None
         place.copy_(mine)
         return
-    tag = peers.next_tags(1) if peers.size > 1 else 0
     if peers.group_rank == source and mine is not None and mine.numel():
         sent = mine.detach().contiguous().view(-1).view(torch.uint8)
         for transfer in peers.post([Message(sent, to, outgoing=True)], tag):

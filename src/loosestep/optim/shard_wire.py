@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -31,9 +32,14 @@ class ShardWire:
         self._ownership = ownership
         self.gradient_peers, self.parameter_peers = gradients, parameters
         self.group_rank = gradients.group_rank
+        self._moved = Traffic()
 
     def start_reduce(
-        self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor, name: str = "a bucket"
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
+        name: str = "a bucket",
+        weights: tuple[float, ...] | None = None,
     ) -> Reducing:
         """Launch the mean of a flat buffer that holds these parameters' gradients in order.
 
@@ -43,7 +49,8 @@ class ShardWire:
         owned = self._ownership.ranges(parameters, offsets[:-1])
         if buffer.numel() > offsets[-1]:
             owned = [[*ranges, (offsets[-1], buffer.numel())] for ranges in owned]
-        peers = self.gradient_peers.during(Phase("reducing gradients of", name))
+        talking = self.gradient_peers.during(Phase("reducing gradients of", name))
+        peers = replace(talking, weights=weights)
         return Reducing(self, parameters, ReduceToOwners(buffer, owned, peers))
 
     def parts_of(self, parameters: Sequence[torch.Tensor], packed: torch.Tensor) -> Parts:
@@ -88,13 +95,17 @@ class ShardWire:
             cuts = [self._ownership.shares[parameter].of(member) for parameter in parameters]
             pieces = zip(memories, cuts, strict=True)
             places.append([memory[start:stop] for memory, (start, stop) in pieces if start < stop])
-        own = places[self.group_rank]
-        size = sum(part.numel() for part in own)
-        mine = STAGING.take(size, parameters[0].dtype, parameters[0].device)
-        if own:
-            torch.cat(own, out=mine)
         peers = self.parameter_peers.during(Phase("gathering parameters"))
-        return GatherFromOwners(mine, places, peers)
+        return GatherFromOwners(places, peers)
+
+    def moved(self, traffic: Traffic) -> None:
+        """Count what a gather has moved."""
+        self._moved.add(traffic)
+
+    def take_moved(self) -> Traffic:
+        """Return what gathers have moved since the last call."""
+        moved, self._moved = self._moved, Traffic()
+        return moved
 
     def send(self, tensor: torch.Tensor, member: int) -> None:
         """Send a dense tensor to a member, which calls ``receive``."""
@@ -158,7 +169,6 @@ class Gathering:
     def __init__(self, wire: ShardWire, batches: list[list[torch.Tensor]]) -> None:
         self._wire, self._batches = wire, deque(batches)
         self._under_way: deque[tuple[list[torch.Tensor], GatherFromOwners]] = deque()
-        self.traffic = Traffic()
         self._launch()
 
     @torch.no_grad()
@@ -167,8 +177,7 @@ class Gathering:
         while self._under_way:
             batch, gathering = self._under_way.popleft()
             gathering.wait()
-            self.traffic.add(gathering.traffic)
-            STAGING.give(gathering.mine)
+            self._wire.moved(gathering.traffic)
             # The kernel wrote some of them: autograd must know that saved values are stale.
             torch.autograd.graph.increment_version(batch)
             self._launch()
@@ -184,6 +193,8 @@ def _batches(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]
     """Yield parameters of one dtype and device, at most ``GATHER_BYTES`` together."""
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for parameter in parameters:
+        if not parameter.numel():
+            continue
         kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for members in kinds.values():
         batch: list[torch.Tensor] = []

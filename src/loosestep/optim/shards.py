@@ -96,6 +96,8 @@ class Ownership:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Say whether the tensor's elements fill one piece of memory without gaps or repeats."""
+    if tensor.numel() == 0:
+        return True
     at = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != at:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+
+GONE = (
+    "this gradient is gone: backward has taken the optimizer's step with it already "
+    "(overlap_with_ddp=True). To clip or to scale, say so when the optimizer is made: "
+    "ZeroOptions(clip_norm=1.0) or ZeroOptions(scaler=scaler); to read gradients, use "
+    "overlap_with_ddp=False; zero_grad() clears what is left of it ({})"
+)
 
 
 class SpentGradient(torch.Tensor):
@@ -33,13 +40,14 @@ class SpentGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse every operation."""
-        raise RuntimeError(
-            "this gradient is gone: backward has taken the optimizer's step with it already "
-            "(overlap_with_ddp=True). To clip or to scale, say so when the optimizer is made: "
-            "ZeroOptions(clip_norm=1.0) or ZeroOptions(scaler=scaler); to read gradients, use "
-            f"overlap_with_ddp=False ({func})"
-        )
+        """Refuse everything, except what ``model.zero_grad(set_to_none=False)`` does."""
+        if func is torch.ops.aten.zero_.default:
+            return args[0]
+        raise RuntimeError(GONE.format(func))
+
+    def share_memory_(self) -> NoReturn:
+        """Refuse: torch's own would follow a pointer to nowhere."""
+        raise RuntimeError(GONE.format("share_memory_"))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Say what it is."""

@@ -59,6 +59,10 @@ class Sharded(Protocol):
         """All parameters, in the order of the groups."""
 
     @property
+    def joining(self) -> bool:
+        """Whether ranks may run out of batches."""
+
+    @property
     def names(self) -> dict[torch.Tensor, str]:
         """Their names."""
 
@@ -96,6 +100,7 @@ class WholeGradients:
 
     def __init__(self, zero: Sharded) -> None:
         self._zero = zero
+        self._lent: list[torch.Tensor] | None = None
 
     def given(self) -> Given:
         """Return this rank's part of ``param.grad``, once all have the same ones."""
@@ -115,14 +120,17 @@ class WholeGradients:
         self._check_same(said, active)
         flags = zip(self._zero.parameters, said[active[0]][1:], strict=True)
         used = [parameter for parameter, flag in flags if flag]
-        return Given(used, self._borrow(used, active[0]))
+        parts = self._borrow(used, active[0])
+        self._lent = list(parts.values())
+        return Given(used, parts)
 
     def held(self) -> list[torch.Tensor]:
-        """Return every gradient."""
-        return list(self._present().values())
+        """Return every gradient: those of ``param.grad``, or those that the others have lent."""
+        return list(self._present().values()) if self._lent is None else self._lent
 
     def clear(self) -> None:
-        """Do nothing: ``zero_grad`` does."""
+        """Forget what was lent; ``zero_grad`` forgets the rest."""
+        self._lent = None
 
     def _present(self) -> Parts:
         return {p: p.grad for p in self._zero.parameters if p.grad is not None}
@@ -181,6 +189,7 @@ class AtStep:
         gradients = self._zero.gradients
         assert isinstance(gradients, WholeGradients), "only DDP's gradients can be borrowed"
         self._step(gradients.borrowed())
+        gradients.clear()
 
     def prepare(self, parts: Parts) -> bool:
         """Clip, if the options say so; a scaler has done its part before ``step()``."""
@@ -222,12 +231,19 @@ class AtStep:
         found = getattr(self._zero, "found_inf", None)
         if found is None:
             return False
+        if self._zero.joining:
+            raise RuntimeError(
+                "a GradScaler cannot be used under Join: ranks without batches do not know its "
+                "scale; give all ranks the same number of batches"
+            )
         mine = bool(found)
-        if any(self._zero.wire.any_of([mine], "agreeing whether gradients are finite")) != mine:
+        verb = "agreeing whether gradients are finite"
+        if all(self._zero.wire.any_of([mine, not mine], verb)):
             raise RankMismatch(
-                "a GradScaler found infinite gradients on another rank and none here, so the "
-                "gradients are not the same on all ranks; hand the scaler to the optimizer: "
-                "ZeroOptions(scaler=scaler) makes ranks agree"
+                f"a GradScaler found infinite gradients on some ranks and none on others ("
+                f"{'some' if mine else 'none'} here), so the gradients are not the same on all "
+                "ranks; hand the scaler to the optimizer: ZeroOptions(scaler=scaler) makes ranks "
+                "agree"
             )
         scale = getattr(self._zero, "grad_scale", None)
         if not mine and scale is not None:

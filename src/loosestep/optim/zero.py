@@ -21,13 +21,14 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from loosestep.binding import agree, state
 from loosestep.groups import free_group, own_group, require_process_group, world_group
-from loosestep.optim.kinds import kind_of
+from loosestep.optim.kinds import BY_PARAMETER, ELEMENTWISE, kind_of
 from loosestep.optim.prepare import ScalerLink, scale_to_norm_, total_norm
 from loosestep.optim.shard_checkpoint import ShardedState
 from loosestep.optim.shard_set import (
     Group,
     Parts,
     ShardSet,
+    check_devices,
     check_parameters,
     copy_settings,
     names_of,
@@ -87,6 +88,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.overlap_with_ddp = overlap_with_ddp
         groups = torch.optim.Optimizer(params, {}).param_groups  # in all forms that torch takes
         check_parameters(groups)
+        check_devices(groups, self.process_group)
+        self._check_accepted = _trial_of(optimizer_class, defaults)
+        self._check_accepted(groups)
         ownership = Ownership(
             dist.get_world_size(self.process_group), whole=not self.kind.elementwise
         )
@@ -126,6 +130,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         try:
             self._stepper.check_new_group()
             check_parameters([group])
+            self._check_accepted([group])
         except (ValueError, TypeError):
             self.param_groups.pop()
             raise
@@ -233,6 +238,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state in torch's format, on the rank that it was consolidated to."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         if self._consolidated is None and self.shards.ownership.group_size == 1:
             self.consolidate_state_dict()
         if self._consolidated is None:
@@ -241,15 +248,22 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 "on all ranks, after the last step(), then state_dict() on that rank; or save "
                 "sharded_state() with torch.distributed.checkpoint"
             )
-        return dict(self._consolidated)
+        state_dict = dict(self._consolidated)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state_dict = after(self, state_dict) or state_dict
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's part of a whole state: of any world size, or of a plain optimizer."""
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, dict(state_dict)) or state_dict
         check_groups(self.param_groups, state_dict["param_groups"])
         cut = cut_state(state_dict, self.shards, self.param_groups, self.optim.param_groups)
         self.optim.load_state_dict(cut)
         keep_dtypes(self.optim, cut["state"])
         self._state_replaced()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def sharded_state(self) -> ShardedState:
         """Return the state for ``torch.distributed.checkpoint``, every rank writing its own part.
@@ -273,6 +287,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return what a rank without batches does while the others train."""
         return _Shadow(self._stepper)
+
+    @property
+    def joining(self) -> bool:
+        """Whether this runs inside ``torch.distributed.algorithms.Join``."""
+        return bool(self._join_config.enable)
 
     @property
     def join_device(self) -> torch.device:
@@ -320,7 +339,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         ranks = tuple(dist.get_process_group_ranks(self.process_group))
         if len(ranks) == 1:
             return Peers(None, ranks, 0, "zero")
-        group = own_group(ranks, self.options.timeout)
+        group = own_group(ranks, self.options.timeout, self.process_group)
         weakref.finalize(self, free_group, group).atexit = False
         return peers_of(group, level="zero", timeout=self.options.timeout)
 
@@ -341,6 +360,23 @@ def _checked_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup
     group = world_group() if process_group is None else process_group
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise ValueError(
-            f"rank {dist.get_rank()} is not in process_group; only its members make the optimizer"
+            f"process_group must be a group that this rank is in, got {group!r} on rank "
+            f"{dist.get_rank()}; only its members make the optimizer"
         )
     return group
+
+
+def _trial_of(
+    optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
+) -> Callable[[list[Group]], None]:
+    """Return a check that raises for parameters that the class refuses: then on all ranks.
+
+    Without it only the rank would raise that is to own such a parameter. Elementwise classes take
+    any parameter.
+    """
+
+    def check(groups: list[Group]) -> None:
+        if optimizer_class in BY_PARAMETER - ELEMENTWISE:
+            optimizer_class([dict(group) for group in groups], **defaults)
+
+    return check

@@ -21,7 +21,7 @@ import torch
 
 from loosestep.peers import Peers
 from loosestep.wire.exchange import Task
-from loosestep.wire.kernel import copy_from, copy_to
+from loosestep.wire.kernel import Spans, copy_from, copy_to
 
 SLOTS = 128  # buffers that may be under way at once
 ADDRESS, OFFERED, REDUCED, TAKEN = 0, 1, 2, 3  # the columns of a slot
@@ -29,6 +29,8 @@ COLUMNS = 4 * SLOTS
 PROBE_SECONDS = 0.02  # how often a waiting rank looks whether its neighbours live
 SPIN_SECONDS = 0.0002  # how long it only yields its core: the neighbours may be nearly there
 NAP_SECONDS = 0.0001  # then it sleeps between looks, and leaves the core to those it waits for
+LONGEST_NAP_SECONDS = 0.001  # the longer it has waited, the less an extra moment matters
+NAP_SHARE = 0.05  # of the time waited so far
 
 Row = ctypes.c_int64 * COLUMNS
 Ranges = Sequence[tuple[int, int]]  # of elements: first, and one after the last
@@ -85,7 +87,8 @@ class Board:
             if now - began < SPIN_SECONDS:
                 os.sched_yield()
             else:
-                time.sleep(NAP_SECONDS)
+                nap = NAP_SHARE * (now - began)
+                time.sleep(min(LONGEST_NAP_SECONDS, max(NAP_SECONDS, nap)))
 
     def _look_round(self, peers: Peers) -> None:
         """Raise if a neighbour that still owes something is gone.
@@ -134,11 +137,15 @@ class Slot:
 
     def read(self, member: int, ranges: Ranges, into: Sequence[torch.Tensor]) -> None:
         """Copy ranges of elements of a neighbour's buffer to contiguous tensors, in this order."""
-        neighbour, size = self._board.neighbours[member], into[0].element_size()
+        size = into[0].element_size()
         base = self._board.rows[member][4 * self._place + ADDRESS]
         there = [(base + start * size, (stop - start) * size) for start, stop in ranges]
-        here = [(tensor.data_ptr(), tensor.numel() * size) for tensor in into]
-        error = copy_from(neighbour.pid, there, here)
+        self.read_spans(member, there, into)
+
+    def read_spans(self, member: int, there: Spans, into: Sequence[torch.Tensor]) -> None:
+        """Copy pieces of a neighbour's memory to contiguous tensors, in this order."""
+        here = [(tensor.data_ptr(), tensor.nbytes) for tensor in into]
+        error = copy_from(self._board.neighbours[member].pid, there, here)
         if error:
             raise self._peers.lost(member, error)
 

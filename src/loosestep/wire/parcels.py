@@ -43,9 +43,6 @@ class Delivery(Protocol):
     def read(self, member: int, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
         """Return some elements of a member's parcel; ``scratch`` may hold them."""
 
-    def unpack(self, member: int, places: Sequence[torch.Tensor]) -> None:
-        """Write a member's parcel to flat places, one after the other."""
-
     def taken(self) -> None:
         """Say that this rank has read everything."""
 
@@ -87,10 +84,6 @@ class MemoryDelivery:
         into = scratch[: stop - start]
         self._slot.read(member, clip(self._parcels.incoming[member], start, stop), [into])
         return into
-
-    def unpack(self, member: int, places: Sequence[torch.Tensor]) -> None:
-        """Copy a neighbour's parcel straight to its places."""
-        self._slot.read(member, self._parcels.incoming[member], places)
 
     def taken(self) -> None:
         """Let the neighbours have their memory back."""
@@ -232,28 +225,68 @@ def mean_of_gradients(
     torch.mul(total, 1.0 / len(replicas), out=own)
 
 
-class GatherFromOwners:
-    """Every member's packed values, written to their places in all others' tensors."""
+class Handout:
+    """Pieces of memory that all neighbours read where they lie: a table tells them where."""
 
-    def __init__(
-        self, mine: torch.Tensor, places: Sequence[Sequence[torch.Tensor]], peers: Peers
-    ) -> None:
-        self.mine, self._places = mine, places
-        outgoing = [[(0, mine.numel())]] * peers.size
-        incoming = [[(0, sum(place.numel() for place in member))] for member in places]
-        self._deliveries = deliver(Parcels(mine, outgoing, incoming, peers))
-        self.traffic = _traffic(self._deliveries, mine, outgoing)
+    def __init__(self, pieces: Sequence[torch.Tensor], peers: Peers, board: Board) -> None:
+        self._table = torch.tensor([piece.data_ptr() for piece in pieces], dtype=torch.int64)
+        self._slot = Slot(board, peers, self._table)
+
+    def collect(self, places: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Read every neighbour's pieces to their places, and let it have its memory back."""
+        for member in self._slot.members:
+            self._slot.wait(member, OFFERED)
+            if places[member]:
+                table = torch.empty(len(places[member]), dtype=torch.int64)
+                self._slot.read(member, [(0, table.numel())], [table])
+                lengths = [place.nbytes for place in places[member]]
+                there = list(zip(table.tolist(), lengths, strict=True))
+                self._slot.read_spans(member, there, places[member])
+            self._slot.tell_one(member, TAKEN)
+
+    def release(self) -> None:
+        """Return when the neighbours have read mine."""
+        self._slot.close()
+
+
+class GatherFromOwners:
+    """Every member's pieces, written to their places in all others' tensors.
+
+    ``places`` has a list for every member: where its pieces belong here, and this rank's own.
+    """
+
+    def __init__(self, places: Sequence[Sequence[torch.Tensor]], peers: Peers) -> None:
+        self._places, self._mine = places, places[peers.group_rank]
+        first = next(place for member in places for place in member)
+        near = board_of(peers) if peers.size > 1 and first.device.type == "cpu" else None
+        self._handout = Handout(self._mine, peers, near) if near and near.neighbours else None
+        distant = [p for p in peers.others if near is None or p not in near.neighbours]
+        self._sockets = self._send(first, distant, peers) if distant else None
+        size = sum(piece.nbytes for piece in self._mine)
+        self.traffic = Traffic(size * len(distant), size * (peers.size - 1 - len(distant)))
 
     def wait(self) -> None:
         """Return when all places hold their owners' values and nobody needs mine any more."""
-        for delivery in self._deliveries:
-            delivery.ready()
-            for member in delivery.members:
-                if self._places[member]:
-                    delivery.unpack(member, self._places[member])
-            delivery.taken()
-        for delivery in self._deliveries:
-            delivery.release()
+        if self._handout is not None:
+            self._handout.collect(self._places)
+        if self._sockets is not None:
+            self._sockets.ready()
+            for member in self._sockets.members:
+                self._sockets.unpack(member, self._places[member])
+            self._sockets.taken()
+            self._sockets.release()
+            STAGING.give(self._packed)
+        if self._handout is not None:
+            self._handout.release()
+
+    def _send(self, like: torch.Tensor, distant: list[int], peers: Peers) -> SocketDelivery:
+        sizes = [sum(place.numel() for place in member) for member in self._places]
+        self._packed = STAGING.take(sizes[peers.group_rank], like.dtype, like.device)
+        if self._mine:
+            torch.cat(list(self._mine), out=self._packed)
+        outgoing = [[(0, self._packed.numel())]] * peers.size
+        incoming = [[(0, size)] for size in sizes]
+        return SocketDelivery(Parcels(self._packed, outgoing, incoming, peers), distant)
 
 
 def _traffic(
