@@ -85,7 +85,9 @@ def optimizer_for(
     recipe: str, net: torch.nn.Module, topology: Topology, kind: Any = torch.optim.SGD
 ) -> torch.optim.Optimizer:
     """Return the optimizer, sharded over pairs where the recipe is one of ZeRO's."""
-    settings = {"lr": 0.05, "momentum": 0.9} if kind is torch.optim.SGD else {"lr": 0.1}
+    settings: dict[str, Any] = (
+        {"lr": 0.05, "momentum": 0.9} if kind is torch.optim.SGD else {"lr": 0.1}
+    )
     if not recipe.startswith("zero"):
         made: torch.optim.Optimizer = kind(net.parameters(), **settings)
         return made

@@ -310,7 +310,7 @@ def bytes_leaving(sharded: bool) -> dict[str, int]:
         for step in range(6):
             dist.barrier()
             before = sent()
-            sum(p.sum() for p in net).backward()  # type: ignore[union-attr]
+            sum(p.sum() for p in net).backward()
             optimizer.step()
             optimizer.zero_grad()
             dist.barrier()

@@ -13,13 +13,8 @@ from loosestep.hooks.ddp import DDPAdapter, WholeBuckets
 from loosestep.hooks.fsdp import FSDPAdapter, mesh_ranks
 from loosestep.hooks.gradients import GradientSharing
 from loosestep.hooks.plain import PlainAdapter
-from loosestep.hooks.sharded import (
-    REDUCTIONS_UNDER_WAY,
-    ShardedBuckets,
-    ShardedDDP,
-    ShardGradients,
-    ToOwners,
-)
+from loosestep.hooks.plans import REDUCTIONS_UNDER_WAY
+from loosestep.hooks.sharded import ShardedBuckets, ShardedDDP, ShardGradients, ToOwners
 from loosestep.optim.zero import ZeroRedundancyOptimizer
 from loosestep.peers import Peers
 from loosestep.recipes import Strategy

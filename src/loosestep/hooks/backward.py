@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 
@@ -52,6 +53,13 @@ class Backward:
         if self.under_way:
             self._finish()
             self.under_way = False
+
+
+def usage_of(module: DistributedDataParallel, parameters: Sequence[torch.Tensor]) -> Usage | None:
+    """Watch the parameters of a module that may leave some unused; None: it uses all of them."""
+    if module.find_unused_parameters or module.static_graph:
+        return Usage(parameters)
+    return None
 
 
 class Usage:

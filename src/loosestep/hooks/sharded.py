@@ -12,17 +12,16 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from loosestep.flat import STAGING
-from loosestep.hooks.backward import Backward, Usage
+from loosestep.hooks.backward import Backward, usage_of
 from loosestep.hooks.gradients import GradientSharing, finished
 from loosestep.hooks.plain import Bucket
+from loosestep.hooks.plans import REDUCTIONS_UNDER_WAY
 from loosestep.optim.shard_set import Parts
 from loosestep.optim.shard_wire import Reducing
 from loosestep.optim.shards import laid_out_like
 from loosestep.optim.stepping import Given, WholeGradients
 from loosestep.optim.zero import ZeroRedundancyOptimizer
 from loosestep.peers import Peers
-
-REDUCTIONS_UNDER_WAY = 64  # a neighbour's memory can be read at 128 places at once
 
 
 class ShardGradients:
@@ -86,10 +85,7 @@ class ToOwners:
 
     def launch(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> Reducing:
         """Start to reduce the gradients of these parameters."""
-        name = self.zero.names[parameters[0]]
-        reduction = self.zero.wire.start_reduce(
-            parameters, buffer, f"the bucket of {name}", self._weights
-        )
+        reduction = self.zero.wire.start_reduce(parameters, buffer, self._weights)
         self._sharing.count(reduction.traffic)
         return reduction
 
@@ -175,9 +171,7 @@ class ShardedDDP:
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._backward = Backward(self._finish, self._drop)
         self._under_way: deque[tuple[Sequence[torch.Tensor], list[bool] | None, Reducing]] = deque()
-        self._usage: Usage | None = None
-        if module.find_unused_parameters or module.static_graph:
-            self._usage = Usage(self._parameters)
+        self._usage = usage_of(module, self._parameters)
 
     def bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Send one bucket's gradients to their owners."""

@@ -28,8 +28,14 @@ class ShardWire:
     another. On one group the two would mix in an order that differs from rank to rank.
     """
 
-    def __init__(self, ownership: Ownership, gradients: Peers, parameters: Peers) -> None:
-        self._ownership = ownership
+    def __init__(
+        self,
+        ownership: Ownership,
+        gradients: Peers,
+        parameters: Peers,
+        names: dict[torch.Tensor, str],
+    ) -> None:
+        self._ownership, self._names = ownership, names
         self.gradient_peers, self.parameter_peers = gradients, parameters
         self.group_rank = gradients.group_rank
         self._moved = Traffic()
@@ -38,7 +44,6 @@ class ShardWire:
         self,
         parameters: Sequence[torch.Tensor],
         buffer: torch.Tensor,
-        name: str = "a bucket",
         weights: tuple[float, ...] | None = None,
     ) -> Reducing:
         """Launch the mean of a flat buffer that holds these parameters' gradients in order.
@@ -49,7 +54,9 @@ class ShardWire:
         owned = self._ownership.ranges(parameters, offsets[:-1])
         if buffer.numel() > offsets[-1]:
             owned = [[*ranges, (offsets[-1], buffer.numel())] for ranges in owned]
-        talking = self.gradient_peers.during(Phase("reducing gradients of", name))
+        talking = self.gradient_peers.during(
+            Phase("reducing the gradients of", self._names[parameters[0]])
+        )
         peers = replace(talking, weights=weights)
         return Reducing(self, parameters, ReduceToOwners(buffer, owned, peers))
 

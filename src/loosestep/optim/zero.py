@@ -333,7 +333,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             *settings_of(self.param_groups),
         )
         agree(parameters.during(Phase("agreeing what to shard")), statement, about="shard")
-        return ShardWire(self.shards.ownership, gradients, parameters)
+        return ShardWire(self.shards.ownership, gradients, parameters, self.names)
 
     def _own_peers(self) -> Peers:
         ranks = tuple(dist.get_process_group_ranks(self.process_group))
