@@ -37,8 +37,8 @@ Sharding zero
 FLOW = """
 errors clock places deadline blame groups schedule peers tensors policies flat binding replicas
 topology
-wire.exchange wire.reducer wire.sockets wire.kernel wire.memory wire.links wire.mean wire.parcels wire.native
-wire.cast wire
+wire.exchange wire.reducer wire.sockets wire.kernel wire.memory wire.links wire.mean wire.parcels
+wire.native wire.cast wire
 telemetry.sinks telemetry.record telemetry
 averaging parameters averagers
 optim optim.idle optim.post_local_sgd
