@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from loosestep import (
     NotAttachable,
+    PeerLost,
     Strategy,
     Topology,
     ZeroOptions,
@@ -352,3 +354,29 @@ def test_telemetry_counts_gradients_and_parameters(
     for moved, syncs in pool.run(world, telemetry_of_a_step):
         assert moved == pytest.approx(3 * copies, rel=0.02)
         assert syncs == 3
+
+
+def wait_for_a_sleeper() -> tuple[str, tuple[int, ...], float]:
+    net = torch.nn.Linear(50, 50)
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    run = attach(net, optimizer, zero(), timeout=1.5)
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        return "", (), 0.0
+    began = time.monotonic()
+    try:
+        net(torch.ones(1, 50)).sum().backward()
+        optimizer.step()
+    except PeerLost as error:
+        return str(error), error.ranks, time.monotonic() - began
+    finally:
+        run.detach()
+    return "nothing", (), 0.0
+
+
+def test_the_time_out_of_attach_holds_for_shards() -> None:
+    """A rank that hangs is an error within ``attach``'s time-out that names it and the gradient."""
+    text, ranks, seconds = run_ranks(2, wait_for_a_sleeper)[0]
+    assert ranks == (1,)
+    assert "reducing the gradients of" in text
+    assert seconds < 4

@@ -125,7 +125,7 @@ def check_named(failures: list[Attempt], victim: int, doing: str) -> None:
         assert re.search(f"lost rank {victim} while {doing}", failed.text)
 
 
-IN_BACKWARD = "reducing gradients of 'the bucket of|gathering parameters"
+IN_BACKWARD = "reducing the gradients of '|gathering parameters"
 places = pytest.mark.parametrize(
     ("world", "victim", "transport"), [(4, 0, "memory"), (3, 2, "network")]
 )

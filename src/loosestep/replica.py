@@ -167,6 +167,8 @@ class ShardedReplica(Replica):
         self._group = _level_of(zero, topology)
         _check_owned(model, zero)
         self._check_gradient_levels()
+        if topology.timeout is not None:
+            zero.limit_waits(topology.timeout)
 
     def settle(self) -> None:
         """Settle as any replica, and meet those that own the same shard elsewhere."""

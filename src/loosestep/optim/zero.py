@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -101,6 +102,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         Joinable.__init__(self)
         self.state = self.optim.state
         copy_settings(self.optim.param_groups, self.param_groups)
+        self._timeout = self.options.timeout
         self._peers: tuple[Peers, Peers] | None = None
         self._wire: ShardWire | None = None
         self._consolidated: dict[str, Any] | None = None
@@ -177,6 +179,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if self._wire is None:
             self._wire = self._bind()
         return self._wire
+
+    def limit_waits(self, seconds: float) -> None:
+        """Bound every wait, unless the options say how long; all ranks of the group must do so."""
+        if self.options.timeout is None:
+            self._timeout, self._wire = seconds, None
 
     @torch.no_grad()
     def step_params(self, parts: Parts) -> bool:
@@ -325,7 +332,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Make process groups of our own, once, and compare what the ranks are to shard."""
         if self._peers is None:
             self._peers = self._own_peers(), self._own_peers()
-        gradients, parameters = self._peers
+        gradients, parameters = (replace(peers, timeout=self._timeout) for peers in self._peers)
         layouts = [(f"{n!r} {p.stride()} {p.requires_grad}", p) for p, n in self.names.items()]
         statement = state(
             layouts,
@@ -339,9 +346,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         ranks = tuple(dist.get_process_group_ranks(self.process_group))
         if len(ranks) == 1:
             return Peers(None, ranks, 0, "zero")
-        group = own_group(ranks, self.options.timeout, self.process_group)
+        group = own_group(ranks, self._timeout, self.process_group)
         weakref.finalize(self, free_group, group).atexit = False
-        return peers_of(group, level="zero", timeout=self.options.timeout)
+        return peers_of(group, level="zero")
 
 
 class _Shadow(JoinHook):
