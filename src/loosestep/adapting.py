@@ -57,11 +57,15 @@ def _sharded(
     model: torch.nn.Module, sharing: GradientSharing, replica: ShardedReplica, strategy: Strategy
 ) -> Adapter:
     weights = replica.group_weights()
-    owners = ToOwners(replica.zero, sharing, ShardGradients(), replica.across, weights)
+    owners = ToOwners(replica.zero, sharing, ShardGradients(replica.zero), replica.across, weights)
+    adapter: Adapter
     if isinstance(model, DistributedDataParallel):
-        return DDPAdapter(model, ShardedDDP(model, owners))
-    carrier = ShardedBuckets(owners, BUCKETS_UNDER_WAY[_stage(strategy) or 2])
-    return PlainAdapter(model.parameters(), sharing, carrier)
+        adapter = DDPAdapter(model, ShardedDDP(model, owners))
+    else:
+        carrier = ShardedBuckets(owners, BUCKETS_UNDER_WAY[_stage(strategy) or 2])
+        adapter = PlainAdapter(model.parameters(), sharing, carrier)
+    owners.take_over()  # last: where the model is refused, the optimizer stays as it was
+    return adapter
 
 
 def _stage(strategy: Strategy) -> int | None:
@@ -69,13 +73,21 @@ def _stage(strategy: Strategy) -> int | None:
 
 
 def check_sharded(
-    model: torch.nn.Module, zero: ZeroRedundancyOptimizer, strategy: Strategy
+    model: torch.nn.Module,
+    zero: ZeroRedundancyOptimizer,
+    strategy: Strategy,
+    scaler: torch.amp.GradScaler | None,
 ) -> None:
     """Raise where a sharded optimizer does not fit a model and a strategy."""
     if zero.overlap_with_ddp:
         raise NotAttachable(
             "attach takes gradients to their owners itself; make the optimizer with "
             "overlap_with_ddp=False, or use hook_with_zero_step without attach"
+        )
+    if scaler is not None and zero.options.scaler not in (None, scaler):
+        raise NotAttachable(
+            "the optimizer was given another GradScaler than attach; give ZeroOptions(scaler=...) "
+            "and attach(..., scaler=...) the same one, or only attach"
         )
     if _stage(strategy) == 2 and isinstance(model, DistributedDataParallel):
         raise NotAttachable(

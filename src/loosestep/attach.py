@@ -92,7 +92,7 @@ class Attached:
             self.clock, strategy.schedule, self.topology.peers, telemetry
         )
         try:
-            self._replica = self._make_replica()
+            self._replica = self._make_replica(scaler)
             self._replica.settle()
             self._adapter = make_adapter(
                 self.model, self._sharing, self._replica, self.topology, strategy
@@ -108,7 +108,8 @@ class Attached:
             self.optimizer.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(self._after_step),
         ]
-        self._scaler = None
+        self._scaler: ScalerWatch | None = None
+        self._link: ScalerLink | None = None
         if scaler is not None:
             self._let_unscale_shards(scaler)
             self._scaler = ScalerWatch(
@@ -120,9 +121,11 @@ class Attached:
     def _let_unscale_shards(self, scaler: torch.amp.GradScaler) -> None:
         """Let a scaler reach the gradients of a sharded optimizer, unless it can already."""
         zero = self.optimizer
-        if isinstance(zero, ZeroRedundancyOptimizer) and zero.options.scaler is None:
-            link = ScalerLink(scaler, zero, lambda: zero.wire.parameter_peers)
-            link.take_over(lambda: zero.gradients.held())
+        if not isinstance(zero, ZeroRedundancyOptimizer) or not scaler.is_enabled():
+            return
+        if zero.options.scaler is None:
+            self._link = ScalerLink(scaler, zero, lambda: zero.wire.parameter_peers)
+            self._link.take_over(lambda: zero.gradients.held())
 
     # What users call.
 
@@ -201,6 +204,8 @@ class Attached:
         self._adapter.close()
         if self._scaler is not None:
             self._scaler.close()
+        if self._link is not None:
+            self._link.close()
         self._replica.close()
         self.topology.close()
 
@@ -255,10 +260,10 @@ class Attached:
 
     # What is settled at the start.
 
-    def _make_replica(self) -> Replica:
+    def _make_replica(self, scaler: torch.amp.GradScaler | None) -> Replica:
         parts = (self.strategy, self.topology)
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            check_sharded(self.model, self.optimizer, self.strategy)
+            check_sharded(self.model, self.optimizer, self.strategy, scaler)
             return ShardedReplica(self.model, self.optimizer, *parts)
         if self.strategy.sharding is not None:
             raise NotAttachable(

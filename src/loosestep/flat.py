@@ -82,7 +82,7 @@ class Pool:
         self._free.clear()
 
 
-# One for the process: however many averagers there are, only one sync is under way.
+# One for the process: however many averagers there are, few buffers are under way at once.
 STAGING = Pool()
 
 

@@ -118,9 +118,12 @@ class Peers:
         sizes = self._exchange_equal(len(payload).to_bytes(8, "little"), [8] * self.size)
         return self._exchange_equal(payload, [int.from_bytes(size, "little") for size in sizes])
 
-    def exchange_fixed(self, payload: bytes) -> list[bytes]:
-        """Like ``exchange``, for payloads of one length on all members: one message fewer."""
-        return self._exchange_equal(payload, [len(payload)] * self.size)
+    def exchange_fixed(self, payload: bytes, tag: int | None = None) -> list[bytes]:
+        """Like ``exchange``, for payloads of one length on all members: one message fewer.
+
+        A ``tag`` of its own keeps such messages apart from all others.
+        """
+        return self._exchange_equal(payload, [len(payload)] * self.size, tag)
 
     def during(self, phase: Phase) -> Peers:
         """Return the same peers, with ``phase`` for what their errors say."""
@@ -192,10 +195,12 @@ class Peers:
             return [Transfer(work, self, None) for work in works]
         return [Transfer(work, self, m.peer) for work, m in zip(works, messages, strict=True)]
 
-    def _exchange_equal(self, payload: bytes, lengths: Sequence[int]) -> list[bytes]:
+    def _exchange_equal(
+        self, payload: bytes, lengths: Sequence[int], tag: int | None = None
+    ) -> list[bytes]:
         if self.size == 1:
             return [payload]
-        tag = self.next_tags(1)
+        tag = self.next_tags(1) if tag is None else tag
         device = self._message_device()
         inbox = {p: torch.zeros(lengths[p], dtype=torch.uint8, device=device) for p in self.others}
         outbox = torch.tensor(list(payload), dtype=torch.uint8, device=device)

@@ -163,7 +163,7 @@ class ShardedReplica(Replica):
         topology: Topology,
     ) -> None:
         super().__init__(model, zero, strategy, topology)
-        self.zero = self._zero = zero
+        self.zero = zero
         self._group = _level_of(zero, topology)
         _check_owned(model, zero)
         self._check_gradient_levels()
@@ -175,11 +175,11 @@ class ShardedReplica(Replica):
         super().settle()
         for level in self._used_levels():
             self.across(level)
-        _ = self._zero.wire  # compares what is sharded, and makes its groups
+        _ = self.zero.wire  # compares what is sharded, and makes its groups
 
     def across(self, level: str) -> Peers:
         """Return those at this rank's place in the other groups of a level."""
-        me, group = self._zero.shards.group_rank, self._topology.members(self._group)
+        me, group = self.zero.shards.group_rank, self._topology.members(self._group)
         if set(self._topology.members(level)) <= set(group):
             return self._topology.subset(level, (group[me],))
         peers = self._topology.peers(level, within=self._group)
@@ -208,14 +208,14 @@ class ShardedReplica(Replica):
         if shards:  # a rank may own nothing, and then so do its peers
             across = self._make(f"across {level}", lambda: peers)
             traffic.add(across.average([*shards, *shaped], steps, step=agreed.step))
-        stepped = [p for p in self._zero.parameters if p.requires_grad]
-        self._zero.wire.start_gather(stepped).wait()
-        traffic.add(self._zero.wire.take_moved())
+        stepped = [p for p in self.zero.parameters if p.requires_grad]
+        self.zero.wire.start_gather(stepped).wait()
+        traffic.add(self.zero.wire.take_moved())
         return traffic
 
     def _names(self) -> dict[torch.Tensor, str]:
-        self._zero.shards.follow()
-        shards = self._zero.shards.of
+        self.zero.shards.follow()
+        shards = self.zero.shards.of
         return {shards[p]: name for name, p in self._parameters() if p in shards}
 
     def _tensors(self) -> tuple[list[Named], list[Named]]:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from loosestep.peers import Peers, Phase
 from loosestep.wire import Native
 
+PATCHED = ("unscale_", "step", "update")
+
 
 class ScalerWatch:
     """Stands between a loop and its GradScaler.
@@ -32,6 +34,8 @@ class ScalerWatch:
         self._gradient_peers, self._step_done = gradient_peers, step_done
         self._unscale, self._step, self._update = scaler.unscale_, scaler.step, scaler.update
         self._unscaled = False
+        # Not the class's methods: a sharded optimizer may have put others in their place.
+        self._before = {name: scaler.__dict__.get(name) for name in PATCHED}
         if scaler.is_enabled():
             # On the instance: the class and other scalers stay as they are.
             scaler.unscale_ = self._agreed_unscale  # type: ignore[method-assign]
@@ -39,9 +43,11 @@ class ScalerWatch:
             scaler.update = self._noted_update  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """Give the scaler its own methods back."""
-        for name in ("unscale_", "step", "update"):
+        """Give the scaler back the methods that it had."""
+        for name, method in self._before.items():
             self._scaler.__dict__.pop(name, None)
+            if method is not None:
+                self._scaler.__dict__[name] = method
 
     def _agreed_unscale(self, optimizer: torch.optim.Optimizer) -> None:
         self._unscale(optimizer)

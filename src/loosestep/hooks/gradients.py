@@ -56,9 +56,7 @@ class GradientSharing:
     schedule: Schedule
     peers: Callable[[str], Peers]
     telemetry: Telemetry
-    also: Callable[[], Traffic] = (
-        Traffic  # what else has been moved for the step since it was asked
-    )
+    step_traffic: Callable[[], Traffic] = Traffic  # what the step itself has moved since asked
     _moved: Traffic = field(default_factory=Traffic)
     _began: float = field(default=0.0)
     _ended: float = field(default=0.0)
@@ -105,7 +103,7 @@ class GradientSharing:
         """Hand what was shared since the last call to telemetry."""
         level = self.schedule(step).gradients
         moved, self._moved = self._moved, Traffic()
-        moved.add(self.also())
+        moved.add(self.step_traffic())
         if (moved.bytes_sent or moved.bytes_copied) and level is not None:
             seconds = max(0.0, self._ended - self._began)
             sizes = (moved.bytes_sent, moved.bytes_copied)

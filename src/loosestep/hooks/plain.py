@@ -73,6 +73,9 @@ class Carrier(Protocol):
     def before_backward(self) -> None:
         """Refuse where gradients of before are still waiting to be used."""
 
+    def check_local(self) -> None:
+        """Raise where gradients cannot stay local."""
+
     def close(self) -> None:
         """Leave everything as it was."""
 
@@ -103,6 +106,9 @@ class ToAll:
 
     def before_backward(self) -> None:
         """Do nothing: gradients add up, as without us."""
+
+    def check_local(self) -> None:
+        """Do nothing: they may."""
 
     def close(self) -> None:
         """Do nothing."""
@@ -177,7 +183,10 @@ class PlainAdapter:
     @torch.no_grad()
     def _ready(self, parameter: torch.Tensor) -> None:
         level = self._sharing.level
-        if not self._enabled or level is None:
+        if not self._enabled:
+            return
+        if level is None:
+            self._carrier.check_local()
             return
         if self._level is None:
             self._carrier.before_backward()

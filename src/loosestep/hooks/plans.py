@@ -15,6 +15,7 @@ import torch
 from loosestep.optim.shard_set import Parts
 from loosestep.optim.shard_wire import Gathering
 from loosestep.optim.zero import ZeroRedundancyOptimizer
+from loosestep.peers import Phase
 
 GATHERS_UNDER_WAY = 2  # more: more room for parameters that have come and wait to be unpacked
 REDUCTIONS_UNDER_WAY = 64  # a neighbour's memory can be read at 128 places at once
@@ -46,7 +47,14 @@ class ByHook:
 
     def parts(self) -> Parts:
         """Wait for the hook, and return this rank's part of what it returned."""
-        value: Any = self.future.wait()
+        reason = ""
+        try:
+            value: Any = self.future.wait()
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[-1]
+        if reason:
+            phase = Phase("averaging gradients by the hook that was given")
+            raise self._zero.wire.gradient_peers.during(phase).lost(None, reason)
         buffer = value[0] if isinstance(value, (list, tuple)) else value
         return self._zero.wire.in_bucket(self._parameters, buffer.view(-1))
 
@@ -145,6 +153,7 @@ class EachBucket:
         self._zero = zero
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loosestep-zero")
         self._steps: deque[Future[None]] = deque()
+        self._failed = False
         # The memory of a reduction is released late: the others may still need it.
         self._stepped: deque[tuple[Gathering, Reduction]] = deque()
 
@@ -165,6 +174,15 @@ class EachBucket:
             self._settle()
 
     def _step(self, arrival: Arrival) -> None:
+        if self._failed:  # the first one's error is enough, and each would wait as long
+            return
+        try:
+            self._step_one(arrival)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _step_one(self, arrival: Arrival) -> None:
         parameters, parts = arrival.wait()
         self._zero.step_params(parts)
         arrival.reduction.close()

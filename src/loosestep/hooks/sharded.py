@@ -11,11 +11,12 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from loosestep.errors import NotAttachable
 from loosestep.flat import STAGING
 from loosestep.hooks.backward import Backward, usage_of
 from loosestep.hooks.gradients import GradientSharing, finished
 from loosestep.hooks.plain import Bucket
-from loosestep.hooks.plans import REDUCTIONS_UNDER_WAY
+from loosestep.hooks.plans import REDUCTIONS_UNDER_WAY, Arrival, Reduction
 from loosestep.optim.shard_set import Parts
 from loosestep.optim.shard_wire import Reducing
 from loosestep.optim.shards import laid_out_like
@@ -27,20 +28,31 @@ from loosestep.peers import Peers
 class ShardGradients:
     """The parts that this rank has of the mean gradients, from backward until the step."""
 
-    def __init__(self) -> None:
+    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
+        self._zero = zero
         self._parameters: list[torch.Tensor] = []
         self._parts: Parts = {}
-        self._reductions: list[Reducing] = []
+        self._reductions: list[Reduction] = []
 
-    def add(self, used: Sequence[torch.Tensor], parts: Parts, reduction: Reducing) -> None:
+    def add(self, used: Sequence[torch.Tensor], parts: Parts, reduction: Reduction) -> None:
         """Keep one bucket's, of parameters that any rank has used."""
         self._parameters += used
         self._parts |= {parameter: parts[parameter] for parameter in used if parameter in parts}
         self._reductions.append(reduction)
 
     def given(self) -> Given:
-        """Return what there is."""
+        """Return what there is, once no gradient is left that has not gone to its owner."""
+        left = [self._zero.names[p] for p in self._trained() if p.grad is not None]
+        if left:
+            raise RuntimeError(
+                f"gradients of {left[:3]} ({len(left)} in all) have not been shared, so nobody "
+                "can step these parameters: run the last micro-batch outside no_sync(), and "
+                "attach again after parameters were added"
+            )
         return Given(self._parameters, self._parts)
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [p for p in self._zero.parameters if p.requires_grad]
 
     def held(self) -> list[torch.Tensor]:
         """Return the parts."""
@@ -59,7 +71,8 @@ class ShardGradients:
             raise RuntimeError(
                 "backward ran twice without a step in between, but gradients have gone to their "
                 "owners and do not add up; accumulate inside `with run.no_sync():` (all "
-                "micro-batches but the last), or call optimizer.zero_grad() to drop a batch"
+                "micro-batches but the last), or call optimizer.zero_grad() to drop a batch. "
+                "Checkpoints with use_reentrant=True run backward several times: use False"
             )
 
 
@@ -80,11 +93,16 @@ class ToOwners:
     ) -> None:
         self.zero, self.store = zero, store
         self._sharing, self._across, self._weights = sharing, across, weights
-        zero.gradients = store
-        sharing.also = lambda: zero.wire.take_moved()
 
     def launch(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> Reducing:
         """Start to reduce the gradients of these parameters."""
+        foreign = [p for p in parameters if p not in self.zero.names]
+        if foreign:
+            raise NotAttachable(
+                f"{len(foreign)} parameters of the model have gradients and are not the "
+                f"optimizer's (the first has shape {tuple(foreign[0].shape)}), so nobody owns "
+                "them; give it all trained parameters, then attach"
+            )
         reduction = self.zero.wire.start_reduce(parameters, buffer, self._weights)
         self._sharing.count(reduction.traffic)
         return reduction
@@ -96,6 +114,11 @@ class ToOwners:
         self._sharing.wait(self._sharing.share(packed, peers), peers)
         self._sharing.arrived()
         return packed
+
+    def take_over(self) -> None:
+        """Let the optimizer find its gradients here."""
+        self.zero.gradients = self.store
+        self._sharing.step_traffic = lambda: self.zero.wire.take_moved()
 
     def close(self) -> None:
         """Let the optimizer find its gradients where it did before."""
@@ -158,9 +181,34 @@ class ShardedBuckets:
         """Refuse gradients that would have to be added to those of before."""
         self._owners.store.check_empty()
 
+    def check_local(self) -> None:
+        """Raise: every rank needs the others' gradients."""
+        self._owners.level()
+
     def close(self) -> None:
         """Take nothing more."""
         self._owners.close()
+
+
+class Wide:
+    """A reduction whose parts become the mean of a level wider than the optimizer's group."""
+
+    def __init__(self, owners: ToOwners, reduction: Reducing, parameters: Sequence[torch.Tensor]):
+        self._owners, self._reduction, self._parameters = owners, reduction, parameters
+        self._level = owners.level()
+
+    def parts(self) -> Parts:
+        """Wait, and return this rank's part of every gradient."""
+        packed = self._owners.wait(self._reduction, self._level)
+        return self._owners.zero.wire.parts_of(self._parameters, packed)
+
+    def release(self) -> None:
+        """Return when the bucket's memory is this rank's alone again."""
+        self._reduction.release()
+
+    def close(self) -> None:
+        """Let go of the parts."""
+        self._reduction.close()
 
 
 class ShardedDDP:
@@ -170,19 +218,19 @@ class ShardedDDP:
         self._owners = owners
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._backward = Backward(self._finish, self._drop)
-        self._under_way: deque[tuple[Sequence[torch.Tensor], list[bool] | None, Reducing]] = deque()
+        self._under_way: deque[Arrival] = deque()
         self._usage = usage_of(module, self._parameters)
 
     def bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Send one bucket's gradients to their owners."""
-        self._owners.level()  # raises where they are to stay local
         if bucket.index() == 0:
             self._owners.store.check_empty()
             self._backward.begin()
         parameters = bucket.parameters()
         flags = None if self._usage is None else self._usage.flags(parameters)
-        reduction = self._owners.launch(parameters, bucket.buffer())
-        self._under_way.append((parameters, flags, reduction))
+        launched = self._owners.launch(parameters, bucket.buffer())
+        reduction = Wide(self._owners, launched, parameters)
+        self._under_way.append(Arrival(self._owners.zero, parameters, reduction, flags))
         if len(self._under_way) > REDUCTIONS_UNDER_WAY:
             self._take_in().release()
         if bucket.is_last():
@@ -202,17 +250,11 @@ class ShardedDDP:
         if self._usage is not None:
             self._usage.clear()
 
-    def _take_in(self) -> Reducing:
+    def _take_in(self) -> Reduction:
         """Keep the oldest bucket's gradients."""
-        parameters, flags, reduction = self._under_way.popleft()
-        wire, level = self._owners.zero.wire, self._owners.level()
-        parts = wire.parts_of(parameters, self._owners.wait(reduction, level))
-        used = list(parameters)
-        if flags is not None:
-            known = wire.any_of(flags, "agreeing which parameters were used")
-            used = [p for p, any_rank in zip(parameters, known, strict=True) if any_rank]
-        self._owners.store.add(used, parts, reduction)
-        return reduction
+        arrival = self._under_way.popleft()
+        self._owners.store.add(*arrival.wait(), arrival.reduction)
+        return arrival.reduction
 
     def _drop(self) -> None:
         for parameter in self._parameters:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import optim
@@ -66,5 +68,22 @@ def kind_of(optimizer_class: object, elementwise: bool | None = None) -> Kind:
                 f"{optimizer_class.__name__} is not elementwise: it looks at whole matrices; "
                 "leave ZeroOptions(elementwise=...) out"
             )
-        return Kind(elementwise, elementwise or optimizer_class in BY_PARAMETER)
+        # Not at its own time: a class of the user's may count its steps.
+        return Kind(elementwise, optimizer_class in BY_PARAMETER)
     return Kind(optimizer_class in ELEMENTWISE, optimizer_class in BY_PARAMETER)
+
+
+def acceptance_of(
+    optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
+) -> Callable[[list[dict[str, Any]]], None]:
+    """Return a check that raises for parameters that the class refuses: then on all ranks.
+
+    Without it only the rank would raise that is to own such a parameter. Elementwise classes take
+    any parameter.
+    """
+
+    def check(groups: list[dict[str, Any]]) -> None:
+        if optimizer_class in BY_PARAMETER - ELEMENTWISE:
+            optimizer_class([dict(group) for group in groups], **defaults)
+
+    return check

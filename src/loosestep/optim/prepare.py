@@ -84,36 +84,39 @@ class ScalerLink:
 
     def take_over(self, held: Callable[[], Sequence[torch.Tensor]]) -> None:
         """Let the scaler do it this way for this optimizer, in ``unscale_`` and in ``step``."""
-        scaler = self._scaler
-        stock_unscale, stock_check = scaler.unscale_, scaler._check_inf_per_device
-
-        def unscale_(optimizer: torch.optim.Optimizer) -> None:
-            if optimizer is not self._optimizer:
-                stock_unscale(optimizer)
-                return
-            stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
-            if stage is not OptState.READY:
-                raise RuntimeError(
-                    "unscale_() has been called on this optimizer since the last update()"
-                )
-            self.unscale_(held())
-
-        def check_inf(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-            if optimizer is not self._optimizer:
-                return stock_check(optimizer)
-            self.unscale_(held())  # ``step`` sees by the stage that nothing is left to unscale
-            found: dict[str, Any] = scaler._per_optimizer_states[id(optimizer)][
-                "found_inf_per_device"
-            ]
-            return found
-
+        scaler, self._held = self._scaler, held
+        self._stock = (scaler.unscale_, scaler._check_inf_per_device)
         # On the instance: the class and other scalers stay as they are.
-        scaler.unscale_ = unscale_  # type: ignore[method-assign]
-        scaler._check_inf_per_device = check_inf  # type: ignore[method-assign]
+        scaler.unscale_ = self._unscale  # type: ignore[method-assign]
+        scaler._check_inf_per_device = self._check_inf  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Undo ``take_over``."""
+        for name in ("unscale_", "_check_inf_per_device"):
+            self._scaler.__dict__.pop(name, None)
+
+    def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is not self._optimizer:
+            self._stock[0](optimizer)
+            return
+        if self._scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY:
+            raise RuntimeError(
+                "unscale_() has been called on this optimizer since the last update()"
+            )
+        self.unscale_(self._held())
+
+    def _check_inf(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if optimizer is not self._optimizer:
+            return self._stock[1](optimizer)
+        self.unscale_(self._held())  # ``step`` sees by the stage that nothing is left to unscale
+        state = self._scaler._per_optimizer_states[id(optimizer)]
+        found: dict[str, Any] = state["found_inf_per_device"]
+        return found
 
 
 def _bad(gradients: Sequence[torch.Tensor]) -> bool:
-    if not gradients:
+    some = [gradient for gradient in gradients if gradient.numel()]
+    if not some:
         return False
-    largest = torch._foreach_norm(list(gradients), math.inf)
+    largest = torch._foreach_norm(some, math.inf)
     return not bool(torch.stack([norm.float() for norm in largest]).isfinite().all())

@@ -101,10 +101,11 @@ class ShardedState:
             for parameter, shard in self._shards.of.items()
             if states.get(shard)
         }
-        return {"state": named, "groups": self._settings()}
+        return {"state": named, "groups": self._settings(), "strides": self._strides()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what was read; parameters that the checkpoint has no state of keep none."""
+        self._check_strides(state_dict["strides"])
         for parameter, shard in self._shards.of.items():
             read = state_dict["state"].get(self._names[parameter], {})
             state = {k: v.local if isinstance(v, FlatShard) else v for k, v in read.items()}
@@ -123,6 +124,18 @@ class ShardedState:
         if self._shards.ownership.whole or value.shape != (stop - start,):
             return value
         return FlatShard(value, start, parameter.numel())
+
+    def _strides(self) -> str:
+        """Return the order in memory, which slices count in, of parameters that are not plain."""
+        unusual = {n: p.stride() for p, n in self._names.items() if not p.is_contiguous()}
+        return json.dumps(unusual, sort_keys=True)
+
+    def _check_strides(self, saved: str) -> None:
+        if saved != self._strides():
+            raise ValueError(
+                f"the checkpoint was written by a model with memory formats {saved}, this one has "
+                f"{self._strides()}, so slices hold other elements; use the same memory format"
+            )
 
     def _settings(self) -> str:
         groups = [_settings_of(group) for group in self._inner.param_groups]

@@ -73,12 +73,13 @@ class ShardSet:
     def _check_strides(self) -> None:
         """Raise where a slice would hold other elements than its state belongs to."""
         for parameter, strides in self._strides.items():
-            if parameter.stride() != strides and not self.ownership.whole:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} has strides "
-                    f"{parameter.stride()} and had {strides} when the optimizer was made, whose "
-                    "state has the old order in memory; set the memory format before making it"
-                )
+            if parameter.stride() == strides or (self.ownership.whole and is_dense(parameter)):
+                continue
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} has strides {parameter.stride()} "
+                f"and had {strides} when the optimizer was made, whose state has the old order in "
+                "memory; set the memory format before making it"
+            )
 
     def _view(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return self.ownership.view(parameter.detach(), parameter, self.group_rank)

@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer: collected on one rank, cut for another world, checkpointed.
+"""The state of a sharded optimizer: collected on one rank, and cut for another world.
 
 Whole states have torch's format. State tensors that are shaped like the shard belong to its
 elements and are put together; everything else (step counts) is the same for all parts.
@@ -131,24 +131,27 @@ def _move(
         place.copy_(mine)
         return
     if peers.group_rank == source and mine is not None and mine.numel():
-        sent = mine.detach().contiguous().view(-1).view(torch.uint8)
+        sent = mine.detach().to(_carrier(peers)).contiguous().view(-1).view(torch.uint8)
         for transfer in peers.post([Message(sent, to, outgoing=True)], tag):
             transfer.wait()
     elif peers.group_rank == to and place is not None and place.numel():
-        device = peers.device_for(place.device)
-        room = STAGING.take(place.numel(), place.dtype, device)
+        room = STAGING.take(place.numel(), place.dtype, _carrier(peers))
         for transfer in peers.post([Message(room.view(torch.uint8), source, outgoing=False)], tag):
             transfer.wait()
         place.copy_(room.view(place.shape))
         STAGING.give(room)
 
 
+def _carrier(peers: Peers) -> torch.device:
+    """Return the device that both ends of a message use: the CPU, if the group can."""
+    return peers.device_for(torch.device("cpu"))
+
+
 def numbered_groups(groups: Sequence[Group], parameters: Sequence[torch.Tensor]) -> list[Group]:
     """Return the groups with the parameters' numbers, as in a torch state dict."""
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
     return [
-        {**{k: v for k, v in group.items() if k != "params"}}
-        | {"params": [numbers[parameter] for parameter in group["params"]]}
+        {**group, "params": [numbers[parameter] for parameter in group["params"]]}
         for group in groups
     ]
 

@@ -34,8 +34,11 @@ class ShardWire:
         gradients: Peers,
         parameters: Peers,
         names: dict[torch.Tensor, str],
+        *,
+        recycles: bool,
     ) -> None:
         self._ownership, self._names = ownership, names
+        self.recycles = recycles  # whether the optimizer lets go of gradients after its step
         self.gradient_peers, self.parameter_peers = gradients, parameters
         self.group_rank = gradients.group_rank
         self._moved = Traffic()
@@ -79,6 +82,11 @@ class ShardWire:
         member = self.group_rank if group_rank is None else group_rank
         parts: Parts = {}
         for parameter, gradient in gradients.items():
+            if gradient.layout != torch.strided:
+                raise TypeError(
+                    f"the gradient of {self._names[parameter]!r} is {gradient.layout}, which "
+                    "cannot be divided by position; make the embedding with sparse=False"
+                )
             view = self._ownership.view(as_laid_out(gradient, parameter), parameter, member)
             if view is not None:
                 parts[parameter] = view
@@ -165,9 +173,9 @@ class Reducing:
 
     def close(self) -> None:
         """Keep the room of the parts for the next ones: nobody uses them any more."""
-        if self._packed is not None:
+        if self._packed is not None and self._wire.recycles:
             STAGING.give(self._packed)
-            self._packed = None
+        self._packed = None
 
 
 class Gathering:

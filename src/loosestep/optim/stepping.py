@@ -20,6 +20,7 @@ from loosestep.optim.zero_options import ZeroOptions
 from loosestep.peers import Phase
 
 Closure = Callable[[], float]
+FLAGS_TAG = 8  # below the tags that all members count together
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,11 @@ class WholeGradients:
         return {p: p.grad for p in self._zero.parameters if p.grad is not None}
 
     def _say(self, flags: bytes) -> list[bytes]:
+        # A tag of its own: a rank that was given more parameters is busy agreeing on those, and
+        # messages of other lengths under one tag end the process.
         peers = self._zero.wire.parameter_peers
-        return peers.during(Phase("agreeing which gradients there are")).exchange_fixed(flags)
+        phase = Phase("agreeing which gradients there are")
+        return peers.during(phase).exchange_fixed(flags, FLAGS_TAG)
 
     def _check_same(self, said: list[bytes], active: list[int]) -> None:
         for index, parameter in enumerate(self._zero.parameters, start=1):
@@ -187,13 +191,21 @@ class AtStep:
     def shadow(self) -> None:
         """Step with the others' gradients."""
         gradients = self._zero.gradients
-        assert isinstance(gradients, WholeGradients), "only DDP's gradients can be borrowed"
+        if not isinstance(gradients, WholeGradients):
+            raise RuntimeError(
+                "Join cannot be used under attach: gradients go to their owners there and cannot "
+                "be borrowed; give all ranks the same number of batches"
+            )
         self._step(gradients.borrowed())
         gradients.clear()
 
     def prepare(self, parts: Parts) -> bool:
         """Clip, if the options say so; a scaler has done its part before ``step()``."""
-        _clip(self._zero, parts, self._zero.gradients.held())
+        held = self._zero.gradients.held()
+        # A gradient with other strides than its parameter's was copied on the way to its part.
+        kept = {gradient.untyped_storage().data_ptr() for gradient in held}
+        copies = [p for p in parts.values() if p.untyped_storage().data_ptr() not in kept]
+        _clip(self._zero, parts, [*held, *copies])
         return True
 
     def check_gradients_remain(self, verb: str) -> None:

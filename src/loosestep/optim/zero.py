@@ -22,7 +22,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from loosestep.binding import agree, state
 from loosestep.groups import free_group, own_group, require_process_group, world_group
-from loosestep.optim.kinds import BY_PARAMETER, ELEMENTWISE, kind_of
+from loosestep.optim.kinds import acceptance_of, kind_of
 from loosestep.optim.prepare import ScalerLink, scale_to_norm_, total_norm
 from loosestep.optim.shard_checkpoint import ShardedState
 from loosestep.optim.shard_set import (
@@ -90,7 +90,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         groups = torch.optim.Optimizer(params, {}).param_groups  # in all forms that torch takes
         check_parameters(groups)
         check_devices(groups, self.process_group)
-        self._check_accepted = _trial_of(optimizer_class, defaults)
+        self._check_accepted = acceptance_of(optimizer_class, defaults)
         self._check_accepted(groups)
         ownership = Ownership(
             dist.get_world_size(self.process_group), whole=not self.kind.elementwise
@@ -132,6 +132,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         try:
             self._stepper.check_new_group()
             check_parameters([group])
+            check_devices([group], self.process_group)
             self._check_accepted([group])
         except (ValueError, TypeError):
             self.param_groups.pop()
@@ -151,6 +152,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         its own part only.
         """
         self._stepper.check_gradients_remain("clip_grad_norm_")
+        if self.joining:
+            raise RuntimeError(
+                "clip_grad_norm_ cannot be called under Join, where ranks without batches do not "
+                "call it; declare it when the optimizer is made: ZeroOptions(clip_norm=...)"
+            )
         parts = self.gradients.given().parts
         norm = total_norm(parts.values(), norm_type, self.wire.parameter_peers)
         if error_if_nonfinite and not abs(norm) < float("inf"):
@@ -333,14 +339,25 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if self._peers is None:
             self._peers = self._own_peers(), self._own_peers()
         gradients, parameters = (replace(peers, timeout=self._timeout) for peers in self._peers)
-        layouts = [(f"{n!r} {p.stride()} {p.requires_grad}", p) for p, n in self.names.items()]
+        trained = {True: "trained", False: "frozen"}
+        layouts = [
+            (f"{name} with strides {p.stride()}, {trained[p.requires_grad]}", p)
+            for p, name in self.names.items()
+        ]
         statement = state(
             layouts,
-            f"{type(self.optim).__name__} {self.kind} clip_norm={self.options.clip_norm}",
+            f"{type(self.optim).__name__} {self.kind} {self.options.describe()} "
+            f"overlap_with_ddp={self.overlap_with_ddp}",
             *settings_of(self.param_groups),
         )
         agree(parameters.during(Phase("agreeing what to shard")), statement, about="shard")
-        return ShardWire(self.shards.ownership, gradients, parameters, self.names)
+        return ShardWire(
+            self.shards.ownership,
+            gradients,
+            parameters,
+            self.names,
+            recycles=self.kind.by_parameter,
+        )
 
     def _own_peers(self) -> Peers:
         ranks = tuple(dist.get_process_group_ranks(self.process_group))
@@ -371,19 +388,3 @@ def _checked_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup
             f"{dist.get_rank()}; only its members make the optimizer"
         )
     return group
-
-
-def _trial_of(
-    optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
-) -> Callable[[list[Group]], None]:
-    """Return a check that raises for parameters that the class refuses: then on all ranks.
-
-    Without it only the rank would raise that is to own such a parameter. Elementwise classes take
-    any parameter.
-    """
-
-    def check(groups: list[Group]) -> None:
-        if optimizer_class in BY_PARAMETER - ELEMENTWISE:
-            optimizer_class([dict(group) for group in groups], **defaults)
-
-    return check

@@ -41,6 +41,11 @@ class ZeroOptions:
         """Whether no step can begin before the last gradient is there."""
         return self.clip_norm is not None or (self.scaler is not None and self.scaler.is_enabled())
 
+    def describe(self) -> str:
+        """Return what must be equal on all ranks as one line."""
+        scaled = self.scaler is not None and self.scaler.is_enabled()
+        return f"clip_norm={self.clip_norm} norm_type={self.norm_type} scaler={scaled}"
+
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)

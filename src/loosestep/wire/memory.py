@@ -54,6 +54,7 @@ class Board:
         self.neighbours: dict[int, Neighbour] = {}
         self.started = 0  # exchanges so far
         self.open: dict[int, int] = {}  # slot -> number of the exchange that uses it
+        self.offered: dict[int, torch.Tensor] = {}  # kept while a neighbour may read it
         _kept.append(self.rows)
 
     def row_address(self, member: int) -> int:
@@ -117,7 +118,7 @@ class Slot:
         board.started += 1
         self._number, self._place = board.started, board.started % SLOTS
         assert self._place not in board.open, "too many buffers under way at once"
-        board.open[self._place] = self._number
+        board.open[self._place], board.offered[self._place] = self._number, buffer
         self.tell(ADDRESS, buffer.data_ptr())
         self.tell(OFFERED)
 
@@ -153,7 +154,7 @@ class Slot:
         """Return when the neighbours have taken what they need of my buffer."""
         for member in self.members:
             self.wait(member, TAKEN)
-        del self._board.open[self._place]
+        del self._board.open[self._place], self._board.offered[self._place]
 
 
 class MemoryExchange:

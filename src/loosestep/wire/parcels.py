@@ -214,6 +214,10 @@ def mean_of_gradients(
     """
     if len(replicas) == 1:
         return
+    if own.is_complex():  # whose sums would be kept in real numbers
+        reals = {id(r): torch.view_as_real(r) for r in replicas}
+        mean_of_gradients(reals[id(own)], [reals[id(r)] for r in replicas], weights)
+        return
     if weights is not None or own.dtype.itemsize < 4:
         mean_into(own, replicas, weights)
         return
