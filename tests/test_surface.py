@@ -33,7 +33,7 @@ Sharding zero
 """.split()
 
 # A module imports only what stands above it. Parameters go attach -> averagers -> averaging ->
-# wire -> flat; gradients go attach -> hooks -> wire -> flat.
+# wire -> flat; gradients and shards go attach -> hooks -> optim -> wire -> flat.
 FLOW = """
 errors clock places deadline blame groups schedule peers tensors policies flat binding replicas
 topology

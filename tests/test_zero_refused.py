@@ -153,7 +153,7 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], list[str]]] = {
     ),
     "frozen": (
         lambda rank: zero([weight().requires_grad_(rank == 0)]),
-        ["True", "False"],
+        ["trained", "frozen"],
     ),
     "clipping": (
         lambda rank: zero([weight()], zero_options=ZeroOptions(clip_norm=1.0 + rank)),

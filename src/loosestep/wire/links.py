@@ -9,6 +9,7 @@ import secrets
 import weakref
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from loosestep.peers import Peers
@@ -25,15 +26,25 @@ _boards: weakref.WeakKeyDictionary[dist.ProcessGroup, Board] = weakref.WeakKeyDi
 
 def exchanges(task: Task) -> list[Exchange]:
     """Start to exchange a task's slices with all peers; a group's first call is collective."""
-    board = board_of(task.peers)
-    neighbours = set(board.neighbours) if task.buffer.device.type == "cpu" else set()
-    distant = [p for p in task.peers.others if p not in neighbours]
+    board, distant = reach(task.peers, task.buffer.device)
     started: list[Exchange] = []
-    if neighbours:
+    if board is not None:
         started.append(MemoryExchange(task, board))
     if distant:
         started.append(SocketExchange(task, distant))
     return started
+
+
+def reach(peers: Peers, device: torch.device) -> tuple[Board | None, list[int]]:
+    """Return the board for members that are reached through memory, and who is not.
+
+    None: nobody is. A group's first call is collective.
+    """
+    if peers.size == 1:
+        return None, []
+    board = board_of(peers)
+    near = board.neighbours if device.type == "cpu" else {}
+    return (board if near else None), [p for p in peers.others if p not in near]
 
 
 def use_network(group: dist.ProcessGroup) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from loosestep.flat import STAGING
 from loosestep.peers import Message, Peers, Transfer
-from loosestep.wire.links import board_of
+from loosestep.wire.links import reach
 from loosestep.wire.mean import BLOCK, mean_into
 from loosestep.wire.memory import OFFERED, TAKEN, Board, Ranges, Slot
 from loosestep.wire.reducer import Traffic
@@ -52,13 +52,9 @@ class Delivery(Protocol):
 
 def deliver(parcels: Parcels) -> list[Delivery]:
     """Start to deliver to all peers; a group's first call is collective."""
-    if parcels.peers.size == 1:
-        return []
-    board = board_of(parcels.peers)
-    near = set(board.neighbours) if parcels.source.device.type == "cpu" else set()
-    distant = [p for p in parcels.peers.others if p not in near]
+    board, distant = reach(parcels.peers, parcels.source.device)
     started: list[Delivery] = []
-    if near:
+    if board is not None:
         started.append(MemoryDelivery(parcels, board))
     if distant:
         started.append(SocketDelivery(parcels, distant))
@@ -262,9 +258,8 @@ class GatherFromOwners:
     def __init__(self, places: Sequence[Sequence[torch.Tensor]], peers: Peers) -> None:
         self._places, self._mine = places, places[peers.group_rank]
         first = next(place for member in places for place in member)
-        near = board_of(peers) if peers.size > 1 and first.device.type == "cpu" else None
-        self._handout = Handout(self._mine, peers, near) if near and near.neighbours else None
-        distant = [p for p in peers.others if near is None or p not in near.neighbours]
+        board, distant = reach(peers, first.device)
+        self._handout = None if board is None else Handout(self._mine, peers, board)
         self._sockets = self._send(first, distant, peers) if distant else None
         size = sum(piece.nbytes for piece in self._mine)
         self.traffic = Traffic(size * len(distant), size * (peers.size - 1 - len(distant)))
