@@ -13,7 +13,7 @@ end of backward. This file knows nothing of ownership.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ from loosestep.optim.spent import forget_spent, spend
 from loosestep.optim.zero import ZeroRedundancyOptimizer
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+
+PIECE_BYTES = 8 << 20  # of a bucket that travel together; smaller: more messages, less idle time
 
 _hooked: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -99,23 +101,26 @@ class Overlap:
         """Launch one bucket's gradients; DDP calls this in the same order on all ranks."""
         if bucket.index() == 0:
             self._backward.begin()
-        parameters = bucket.parameters()
-        used = None if self._usage is None else self._usage.flags(parameters)
-        reduction, future = self._launch(state, bucket)
-        self._plan.arrive(Arrival(self._zero, parameters, reduction, used))
+        future = self._launch(state, bucket)
         if bucket.is_last():
             self._backward.end()
         return future
 
-    def _launch(
-        self, state: Any, bucket: GradBucket
-    ) -> tuple[Reduction, torch.futures.Future[torch.Tensor]]:
+    def _launch(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self._hook is allreduce_hook and _same_ranks(state, self._zero.process_group):
-            self._plan.make_room()
-            reduction = self._zero.wire.start_reduce(bucket.parameters(), bucket.buffer())
-            return reduction, finished(bucket.buffer())
+            # Through memory nothing is on its way while a rank computes, so nothing is gained.
+            most = PIECE_BYTES if self._zero.wire.networked else bucket.buffer().nbytes
+            for parameters, piece in _pieces(bucket.parameters(), bucket.buffer(), most):
+                self._plan.make_room()
+                self._arrive(parameters, self._zero.wire.start_reduce(parameters, piece))
+            return finished(bucket.buffer())
         future = self._hook(state, bucket)
-        return ByHook(self._zero, bucket.parameters(), future), future
+        self._arrive(bucket.parameters(), ByHook(self._zero, bucket.parameters(), future))
+        return future
+
+    def _arrive(self, parameters: Sequence[torch.Tensor], reduction: Reduction) -> None:
+        used = None if self._usage is None else self._usage.flags(parameters)
+        self._plan.arrive(Arrival(self._zero, parameters, reduction, used))
 
     def _before_forward(self) -> None:
         if torch.is_grad_enabled():  # DDP would complain too, of parameters that were not used
@@ -127,6 +132,21 @@ class Overlap:
         self._zero.finish()
         if self._usage is not None:
             self._usage.clear()
+
+
+def _pieces(
+    parameters: Sequence[torch.Tensor], buffer: torch.Tensor, most: int
+) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+    """Cut a bucket between parameters: one piece can be stepped while the next is on its way."""
+    piece: list[torch.Tensor] = []
+    start = stop = 0
+    for parameter in parameters:
+        if piece and (stop - start + parameter.numel()) * buffer.element_size() > most:
+            yield piece, buffer[start:stop]
+            piece, start = [], stop
+        piece.append(parameter)
+        stop += parameter.numel()
+    yield piece, buffer[start:stop]
 
 
 def _same_ranks(state: Any, group: dist.ProcessGroup) -> bool:

@@ -14,6 +14,7 @@ from loosestep.optim.shard_set import Parts
 from loosestep.optim.shards import Ownership, as_laid_out, laid_out_like, memory_of
 from loosestep.peers import Message, Peers, Phase
 from loosestep.wire import Traffic
+from loosestep.wire.links import reach
 from loosestep.wire.parcels import GatherFromOwners, ReduceToOwners
 
 GATHER_BYTES = 16 << 20  # parameters that come back together; smaller: less memory for parcels
@@ -42,6 +43,10 @@ class ShardWire:
         self.gradient_peers, self.parameter_peers = gradients, parameters
         self.group_rank = gradients.group_rank
         self._moved = Traffic()
+        device = next(iter(ownership.shares)).device
+        distant = bool(reach(gradients, device)[1])
+        # Whether any member reaches any other by the network: all must know, or they part.
+        self.networked = self.any_of([distant], "agreeing who is reached by the network")[0]
 
     def start_reduce(
         self,
