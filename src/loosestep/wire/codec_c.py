@@ -1,0 +1,101 @@
+"""Codecs in C, by way of ctypes: the same names as in ``codec_torch``, writing in place."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from loosestep.wire.fused import library
+from loosestep.wire.rounding import Draw
+
+_POINTER, _COUNT, _INT, _WORD, _FLOAT = (
+    ctypes.c_void_p,
+    ctypes.c_int64,
+    ctypes.c_int,
+    ctypes.c_uint32,
+    ctypes.c_float,
+)
+_BLOCK_CALLS: dict[str, list[Any]] = {
+    "encode": [_POINTER, _COUNT, _COUNT, _INT, _WORD, _WORD, _POINTER, _POINTER],
+    "decode": [_POINTER, _POINTER, _COUNT, _COUNT, _POINTER],
+    "add": [_POINTER, _POINTER, _COUNT, _COUNT, _FLOAT, _POINTER],
+}
+_SIGNATURES = {
+    "all_finite": [_POINTER, _COUNT],
+    "encode_topk": [_POINTER, _COUNT, _COUNT, _POINTER, _POINTER],
+    "add_topk": [_POINTER, _POINTER, _COUNT, _FLOAT, _POINTER],
+} | {f"{verb}{bits}": types for verb, types in _BLOCK_CALLS.items() for bits in (8, 4, 2)}
+
+
+def available(tensor: torch.Tensor) -> bool:
+    """Say whether there are C loops for this tensor."""
+    return tensor.device.type == "cpu" and library("codecs") is not None
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """Say whether there is neither an infinity nor a NaN."""
+    return bool(_call("all_finite")(values.data_ptr(), values.numel()))
+
+
+def encode_blocks(
+    values: torch.Tensor,
+    block: int,
+    bits: int,
+    draw: Draw | None,
+    out: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Write one float32 for every block, and the rows of bytes."""
+    key = (0, 0, 0) if draw is None else (1, *draw)
+    places = (part.data_ptr() for part in out)
+    _call(f"encode{bits}")(values.data_ptr(), values.numel(), block, *key, *places)
+
+
+def decode_blocks(
+    scales: torch.Tensor, rows: torch.Tensor, block: int, bits: int, out: torch.Tensor
+) -> None:
+    """Write the values."""
+    _call(f"decode{bits}")(scales.data_ptr(), rows.data_ptr(), out.numel(), block, out.data_ptr())
+
+
+def add_blocks(
+    scales: torch.Tensor,
+    rows: torch.Tensor,
+    block: int,
+    bits: int,
+    total: torch.Tensor,
+    share: float,
+) -> None:
+    """Add ``share`` times the values to ``total``."""
+    _call(f"add{bits}")(
+        scales.data_ptr(), rows.data_ptr(), total.numel(), block, share, total.data_ptr()
+    )
+
+
+def encode_topk(
+    values: torch.Tensor, wanted: int, indices: torch.Tensor, chosen: torch.Tensor
+) -> None:
+    """Write indices and values of the largest magnitudes, the first of equals, in order."""
+    places = (indices.data_ptr(), chosen.data_ptr())
+    _call("encode_topk")(values.data_ptr(), values.numel(), wanted, *places)
+
+
+def add_topk(
+    indices: torch.Tensor, values: torch.Tensor, total: torch.Tensor, share: float
+) -> None:
+    """Add ``share`` times the values to their places."""
+    places = (indices.data_ptr(), values.data_ptr())
+    _call("add_topk")(*places, indices.numel(), share, total.data_ptr())
+
+
+@cache
+def _call(name: str) -> Callable[..., int]:
+    loops = library("codecs")
+    assert loops is not None, "asked for with available()"
+    function: Any = loops[name]
+    function.argtypes = _SIGNATURES[name]
+    function.restype = _INT if name == "all_finite" else None
+    return function  # type: ignore[no-any-return]

@@ -1,0 +1,229 @@
+/* Codecs in one pass. Every function has a twin in codec_torch.py that gives the same bits.
+ *
+ * A message is a float32 for every block of values, then a row of bytes for every block. A row
+ * of q bytes is cut into planes: byte i holds the codes of elements i, i + q, i + 2q, ... so that
+ * neighbours stay neighbours and loops need no shuffles.
+ */
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define MOST 4096 /* elements of a block, as in quantize.py */
+#define SMALLEST_SCALE 0x1p-126f /* a smaller one might be flushed to zero, and divide by it */
+
+typedef int32_t __attribute__((may_alias)) bits_t;
+
+typedef struct {
+    int stochastic;
+    uint32_t first, second;
+} draw_t;
+
+/* The largest magnitude's bits: for floats that are >= 0, bits sort as the values do. */
+INLINE int32_t largest_bits(const float *x, int64_t count) {
+    const bits_t *bits = (const bits_t *)x;
+    int32_t top = 0;
+    for (int64_t i = 0; i < count; i++) {
+        int32_t magnitude = bits[i] & 0x7fffffff;
+        top = magnitude > top ? magnitude : top;
+    }
+    return top;
+}
+
+int all_finite(const float *x, int64_t count) {
+    return largest_bits(x, count) < 0x7f800000;
+}
+
+/* A number in [0, 1) that depends on the key and the element's index only. */
+INLINE float uniform(uint32_t index, draw_t draw) {
+    uint32_t h = index * 0x9E3779B1u + draw.first;
+    h = (h ^ (h >> 16)) * 0x85EBCA6Bu;
+    h = (h ^ (h >> 13)) + draw.second;
+    h *= 0xC2B2AE35u;
+    h ^= h >> 16;
+    return (float)(int32_t)(h >> 8) * 0x1p-24f;
+}
+
+INLINE void pack(const uint8_t *codes, int64_t bytes, int bits, uint8_t *row) {
+    for (int64_t i = 0; i < bytes; i++) {
+        uint8_t packed = codes[i];
+        for (int plane = 1; plane < 8 / bits; plane++)
+            packed |= (uint8_t)(codes[i + plane * bytes] << (plane * bits));
+        row[i] = packed;
+    }
+}
+
+/* Uniform steps: code - bias is the number of steps. */
+INLINE void steps_of(const float *x, int64_t count, int64_t index, int most, int bias,
+                     draw_t draw, float *scale_out, uint8_t *codes) {
+    int32_t top = largest_bits(x, count);
+    float absmax;
+    memcpy(&absmax, &top, 4);
+    float scale = absmax / (float)most;
+    scale = scale < SMALLEST_SCALE ? SMALLEST_SCALE : scale;
+    float limit = nextafterf(FLT_MAX / (float)most, 0.0f); /* so that most * scale is finite */
+    scale = scale > limit ? limit : scale;
+    for (int64_t i = 0; i < count; i++) {
+        float ratio = x[i] / scale;
+        int32_t step;
+        if (draw.stochastic) {
+            float raised = ratio + uniform((uint32_t)(index + i), draw);
+            step = (int32_t)raised;
+            step -= (float)step > raised; /* floorf, which would not be a vector instruction */
+        } else {
+            step = (int32_t)rintf(ratio);
+        }
+        step = step > most ? most : step;
+        step = step < -most ? -most : step;
+        codes[i] = (uint8_t)(step + bias);
+    }
+    *scale_out = scale;
+}
+
+/* The root mean square; squares are added in halves, an order that vectors and torch share. */
+INLINE float rms_of(const float *x, int64_t count) {
+    double sums[MOST / 2 + 1];
+    int64_t width = 1;
+    while (2 * width < count) width *= 2;
+    for (int64_t i = 0; i < width; i++) sums[i] = i < count ? (double)x[i] * (double)x[i] : 0.0;
+    for (int64_t i = 0; i < count - width; i++)
+        sums[i] += (double)x[i + width] * (double)x[i + width];
+    for (width /= 2; width > 0; width /= 2)
+        for (int64_t i = 0; i < width; i++) sums[i] += sums[i + width];
+    return (float)sqrt(sums[0] / (double)count);
+}
+
+INLINE float outer_level(float rms) {
+    float level = 1.510f * rms;
+    return level > FLT_MAX ? FLT_MAX : level;
+}
+
+/* Four levels, -outer, -inner, inner, outer: those of Lloyd and Max for a Gaussian. */
+INLINE void levels_of(const float *x, int64_t count, int64_t index, draw_t draw,
+                      float *scale_out, uint8_t *codes) {
+    float rms = rms_of(x, count);
+    float inner = 0.4528f * rms, outer = outer_level(rms), border = 0.9816f * rms;
+    for (int64_t i = 0; i < count; i++) {
+        float value = x[i];
+        int32_t code;
+        if (draw.stochastic) {
+            int32_t base = value < -inner ? 0 : value < inner ? 1 : 2;
+            float low = base == 0 ? -outer : base == 1 ? -inner : inner;
+            float width = base == 1 ? 2.0f * inner : outer - inner;
+            code = base + (uniform((uint32_t)(index + i), draw) * width < value - low);
+        } else {
+            code = 2 - (value < 0.0f) + (value > border) - (value < -border);
+        }
+        codes[i] = (uint8_t)code;
+    }
+    *scale_out = rms;
+}
+
+INLINE void encode(const float *x, int64_t count, int64_t block, int bits, draw_t draw,
+                   float *scales, uint8_t *rows) {
+    uint8_t codes[MOST + 8];
+    int planes = 8 / bits, most = (1 << (bits - 1)) - 1, bias = 1 << (bits - 1);
+    for (int64_t start = 0; start < count; start += block) {
+        int64_t length = count - start < block ? count - start : block;
+        int64_t bytes = (length + planes - 1) / planes;
+        memset(codes + length, bias, 8);
+        if (bits == 2)
+            levels_of(x + start, length, start, draw, scales, codes);
+        else
+            steps_of(x + start, length, start, most, bias, draw, scales, bits == 8 ? rows : codes);
+        if (bits != 8) pack(codes, bytes, bits, rows);
+        scales++;
+        rows += bytes;
+    }
+}
+
+INLINE float value_of(int code, int bits, float scale, float outer) {
+    if (bits != 2) return (float)(code - (1 << (bits - 1))) * scale;
+    float size = (code == 1 || code == 2) ? scale : outer;
+    return code < 2 ? -size : size;
+}
+
+INLINE void decode(const float *scales, const uint8_t *rows, int64_t count, int64_t block,
+                   int bits, int adds, float share, float *out) {
+    int planes = 8 / bits, mask = (1 << bits) - 1;
+    for (int64_t start = 0; start < count; start += block) {
+        int64_t length = count - start < block ? count - start : block;
+        int64_t bytes = (length + planes - 1) / planes;
+        float scale = bits == 2 ? 0.4528f * *scales : *scales, outer = outer_level(*scales);
+        for (int plane = 0; plane < planes; plane++) {
+            float *part = out + start + plane * bytes;
+            int64_t some = length - plane * bytes < bytes ? length - plane * bytes : bytes;
+            for (int64_t i = 0; i < some; i++) {
+                float value = value_of((rows[i] >> (plane * bits)) & mask, bits, scale, outer);
+                part[i] = adds ? part[i] + share * value : value;
+            }
+        }
+        scales++;
+        rows += bytes;
+    }
+}
+
+#define CODEC(bits)                                                                             \
+    void encode##bits(const float *x, int64_t count, int64_t block, int stochastic,             \
+                      uint32_t first, uint32_t second, float *scales, uint8_t *rows) {          \
+        draw_t chance = {1, first, second}, none = {0, 0, 0};                                   \
+        if (stochastic)                                                                         \
+            encode(x, count, block, bits, chance, scales, rows);                                \
+        else                                                                                    \
+            encode(x, count, block, bits, none, scales, rows);                                  \
+    }                                                                                           \
+    void decode##bits(const float *scales, const uint8_t *rows, int64_t count, int64_t block,   \
+                      float *out) {                                                             \
+        decode(scales, rows, count, block, bits, 0, 0.0f, out);                                 \
+    }                                                                                           \
+    void add##bits(const float *scales, const uint8_t *rows, int64_t count, int64_t block,      \
+                   float share, float *out) {                                                   \
+        decode(scales, rows, count, block, bits, 1, share, out);                                \
+    }
+
+CODEC(8)
+CODEC(4)
+CODEC(2)
+
+/* The bits of the wanted-th largest magnitude, digit by digit; `left` of its equals are wanted. */
+INLINE int32_t select_bits(const bits_t *x, int64_t count, int64_t wanted, int64_t *left) {
+    static const int shifts[3] = {20, 10, 0};
+    int32_t prefix = 0;
+    for (int digit = 0; digit < 3; digit++) {
+        uint32_t seen[4][2048] = {{0}}; /* four: neighbours often fall into the same bin */
+        int shift = shifts[digit], width = digit == 0 ? 11 : 10;
+        int32_t above = digit == 0 ? 0 : 0x7fffffff & ~((1 << (shift + width)) - 1);
+        for (int64_t i = 0; i < count; i++) {
+            int32_t magnitude = x[i] & 0x7fffffff;
+            if ((magnitude & above) != prefix) continue;
+            seen[i & 3][(magnitude >> shift) & ((1 << width) - 1)]++;
+        }
+        int32_t bin = (1 << width) - 1;
+        for (;; bin--) {
+            int64_t here = (int64_t)seen[0][bin] + seen[1][bin] + seen[2][bin] + seen[3][bin];
+            if (here >= wanted) break;
+            wanted -= here;
+        }
+        prefix |= bin << shift;
+    }
+    *left = wanted;
+    return prefix;
+}
+
+void encode_topk(const float *x, int64_t count, int64_t wanted, int32_t *indices, float *values) {
+    const bits_t *bits = (const bits_t *)x;
+    int64_t ties, found = 0;
+    int32_t border = select_bits(bits, count, wanted, &ties);
+    for (int64_t i = 0; i < count && found < wanted; i++) {
+        int32_t magnitude = bits[i] & 0x7fffffff;
+        if (magnitude < border || (magnitude == border && ties-- <= 0)) continue;
+        indices[found] = (int32_t)i;
+        values[found++] = x[i];
+    }
+}
+
+void add_topk(const int32_t *indices, const float *values, int64_t wanted, float share,
+              float *out) {
+    for (int64_t i = 0; i < wanted; i++) out[indices[i]] += share * values[i];
+}
