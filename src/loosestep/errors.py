@@ -3,6 +3,7 @@
     LoosestepError
     ├── RankMismatch (ValueError)     the ranks disagree about what they are to average
     ├── PeerLost (RuntimeError)       a rank died, hung or was too slow
+    ├── NotFinite (ValueError)        there is an infinity or NaN where only numbers can be sent
     └── NotAttachable (ValueError)    this model, optimizer and strategy do not fit together
 
     LoosestepWarning (UserWarning)    said once: something a call could not see
@@ -33,6 +34,18 @@ class PeerLost(LoosestepError, RuntimeError):
         super().__init__(message)
         self.ranks = ranks
         self.phase = phase
+
+
+class NotFinite(LoosestepError, ValueError):
+    """Some ranks hold an infinity or NaN that a compressing reducer cannot send.
+
+    ``ranks`` holds their global ranks, ``tensor`` the place in the model.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), tensor: str = "") -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.tensor = tensor
 
 
 class NotAttachable(LoosestepError, ValueError):
