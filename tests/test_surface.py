@@ -30,6 +30,7 @@ average_parameters_or_parameter_groups ddp every get_params_to_average hierarchi
 post_localSGD_hook post_local_sgd
 ZeroOptions ZeroRedundancyOptimizer hook_with_zero_step hook_with_zero_step_interleaved
 Sharding zero
+ErrorFeedback Int2 Int4 Int8 NonFinite NotFinite Rounding TopK
 """.split()
 
 # A module imports only what stands above it. Parameters go attach -> averagers -> averaging ->
@@ -37,8 +38,12 @@ Sharding zero
 FLOW = """
 errors clock places deadline blame groups schedule peers tensors policies flat binding replicas
 topology
-wire.exchange wire.reducer wire.sockets wire.kernel wire.memory wire.links wire.mean wire.parcels
-wire.native wire.cast wire
+wire.exchange wire.reducer wire.sockets wire.kernel wire.fused wire.segments wire.shelf wire.board
+wire.memory wire.lending wire.links wire.pieces wire.mean wire.resident wire.two_level wire.parcels
+wire.native
+wire.rounding wire.codec_c wire.codec_torch wire.codec wire.codec_blocks wire.codec_topk
+wire.codec_cast wire.codec_table wire.nonfinite wire.compressed wire.quantize wire.topk
+wire.feedback wire.cast wire
 telemetry.sinks telemetry.record telemetry
 averaging parameters averagers
 optim optim.idle optim.post_local_sgd

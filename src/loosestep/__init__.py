@@ -20,6 +20,7 @@ from loosestep.errors import (
     LoosestepError,
     LoosestepWarning,
     NotAttachable,
+    NotFinite,
     PeerLost,
     RankMismatch,
 )
@@ -38,7 +39,19 @@ from loosestep.recipes import Strategy, ddp, hierarchical_sgd, post_local_sgd, z
 from loosestep.schedule import Schedule, Sync, after, always, every, levels
 from loosestep.telemetry import JsonLines, Telemetry, TensorBoard
 from loosestep.topology import Topology
-from loosestep.wire import Cast, Mean, Native, Reducer
+from loosestep.wire import (
+    Cast,
+    ErrorFeedback,
+    Int2,
+    Int4,
+    Int8,
+    Mean,
+    Native,
+    NonFinite,
+    Reducer,
+    Rounding,
+    TopK,
+)
 
 __version__ = "0.1.0"
 
@@ -48,15 +61,21 @@ __all__ = [
     "Buffers",
     "Cast",
     "Clock",
+    "ErrorFeedback",
     "HierarchicalModelAverager",
     "Initial",
+    "Int2",
+    "Int4",
+    "Int8",
     "JsonLines",
     "LoosestepError",
     "LoosestepWarning",
     "Mean",
     "ModelAverager",
     "Native",
+    "NonFinite",
     "NotAttachable",
+    "NotFinite",
     "OptimizerState",
     "PeerLost",
     "PeriodicModelAverager",
@@ -64,12 +83,14 @@ __all__ = [
     "PostLocalSGDState",
     "RankMismatch",
     "Reducer",
+    "Rounding",
     "Schedule",
     "Sharding",
     "Strategy",
     "Sync",
     "Telemetry",
     "TensorBoard",
+    "TopK",
     "Topology",
     "ZeroOptions",
     "ZeroRedundancyOptimizer",

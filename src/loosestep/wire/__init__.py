@@ -1,8 +1,33 @@
 """How a buffer becomes its group's mean."""
 
 from loosestep.wire.cast import Cast
+from loosestep.wire.feedback import ErrorFeedback
 from loosestep.wire.mean import Mean, mean_into
 from loosestep.wire.native import Native
+from loosestep.wire.nonfinite import NonFinite
+from loosestep.wire.quantize import Int2, Int4, Int8
 from loosestep.wire.reducer import Handle, Reducer, Traffic
+from loosestep.wire.resident import Resident
+from loosestep.wire.rounding import Rounding
+from loosestep.wire.topk import TopK
+from loosestep.wire.two_level import Hosts, TwoLevel
 
-__all__ = ["Cast", "Handle", "Mean", "Native", "Reducer", "Traffic", "mean_into"]
+__all__ = [
+    "Cast",
+    "ErrorFeedback",
+    "Handle",
+    "Hosts",
+    "Int2",
+    "Int4",
+    "Int8",
+    "Mean",
+    "Native",
+    "NonFinite",
+    "Reducer",
+    "Resident",
+    "Rounding",
+    "TopK",
+    "Traffic",
+    "TwoLevel",
+    "mean_into",
+]

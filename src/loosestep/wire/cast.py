@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from loosestep.peers import Peers
+from loosestep.wire.codec_cast import Narrow, narrow
+from loosestep.wire.compressed import Compressed, Memories
 from loosestep.wire.mean import Mean
 from loosestep.wire.reducer import Handle, Reducer, Traffic
 
@@ -16,11 +18,14 @@ class Cast:
 
     Values travel and come back as ``dtype``; the sum in between is kept wider, so all ranks end
     bit-equal. A finite value beyond the narrow range is sent as the largest that fits. A buffer
-    that is no wider than ``dtype`` already is left to ``inner`` as it is.
+    that is no wider than ``dtype`` already is left to ``inner`` as it is. Infinities and NaN
+    travel, as with ``Mean``; inside ``ErrorFeedback`` they are an error.
 
     >>> Cast(torch.bfloat16).bytes_on_wire(numel=8, dtype=torch.float32, group_size=2)
     16
     """
+
+    lossy = True
 
     def __init__(self, dtype: torch.dtype, inner: Reducer | None = None) -> None:
         if not dtype.is_floating_point:
@@ -28,12 +33,17 @@ class Cast:
         self.dtype = dtype
         self.inner = Mean() if inner is None else inner
 
+    @property
+    def engine(self) -> Compressed | None:
+        """What moves narrow messages with a memory; None if ``inner`` is to move them."""
+        return _NarrowMessages(self.dtype) if isinstance(self.inner, Mean) else None
+
     def start(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Handle:
         """Launch the mean of a narrow copy."""
         if peers.size == 1 or buffer.dtype.itemsize <= self.dtype.itemsize:
             return self.inner.start(buffer, peers, slot)
-        narrow = _narrow(buffer, self.dtype)
-        return _CastInFlight(buffer, narrow, self.inner.start(narrow, peers, slot))
+        copy = narrow(buffer, self.dtype)
+        return _CastInFlight(buffer, copy, self.inner.start(copy, peers, slot))
 
     def bytes_on_wire(
         self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
@@ -78,7 +88,23 @@ class _CastInFlight:
         self._buffer.copy_(self._narrow)
 
 
-def _narrow(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    limit = torch.finfo(dtype).max
-    clipped = buffer.clamp(-limit, limit)
-    return torch.where(buffer.isfinite(), clipped, buffer).to(dtype)
+class _NarrowMessages(Compressed):
+    """The mean by narrow messages; what is narrow already goes as it is."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(Narrow(dtype))
+        self._dtype = dtype
+
+    def launch(self, buffer: torch.Tensor, peers: Peers, slot: str, memories: Memories) -> Handle:
+        """Launch the mean, an exact one where nothing would be lost."""
+        if buffer.dtype.itemsize <= self._dtype.itemsize:
+            return Mean().start(buffer, peers, slot)
+        return super().launch(buffer, peers, slot, memories)
+
+    def bytes_on_wire(
+        self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
+    ) -> int:
+        """Return the bytes of narrow messages, or of an exact mean."""
+        if dtype.itemsize <= self._dtype.itemsize:
+            return Mean().bytes_on_wire(numel, dtype, group_size, group_rank)
+        return super().bytes_on_wire(numel, dtype, group_size, group_rank)

@@ -18,6 +18,8 @@ class Native(Stateless):
     the result is equal to float tolerance only, and equal 16-bit replicas may move.
     """
 
+    lossy = False
+
     def __init__(self, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         self.op = op
 
@@ -37,6 +39,8 @@ class Native(Stateless):
 
 class First(Stateless):
     """Not a mean at all: every rank takes the first rank's values, by the backend's broadcast."""
+
+    lossy = False
 
     def start(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Handle:
         """Launch an asynchronous broadcast."""

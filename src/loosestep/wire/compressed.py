@@ -1,0 +1,304 @@
+"""The mean by messages of a codec: the same two phases as ``Mean``, in fewer bytes.
+
+    to owners   every rank encodes every part of its buffer and sends it to the part's owner
+    back        the owner decodes all, takes the mean, encodes that and sends it to everybody
+
+    mean = sum of share_r * decoded_r over the ranks r, in rank order, in float32,
+    share_r = w_r / sum of w_r
+
+A rank treats its own values as the others' are: encoded and decoded. So all ranks end bit-equal.
+Every message to an owner ends with a byte that says whether its sender's whole buffer is finite,
+so that all ranks know of all ranks before anything is overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from loosestep.flat import STAGING, slices
+from loosestep.peers import Message, Peers, Transfer
+from loosestep.policies import choose
+from loosestep.wire.codec import Codec
+from loosestep.wire.exchange import Task
+from loosestep.wire.nonfinite import NonFinite, all_finite, contributors
+from loosestep.wire.reducer import Done, Handle, Traffic
+from loosestep.wire.rounding import Draw, Rounding, draw_of
+
+LARGEST = torch.finfo(torch.float32).max
+FLAG_BYTES = 1  # at the end of every message to an owner
+
+
+class Memory(Protocol):
+    """What is kept of values that could not be sent as they were."""
+
+    bytes_held: int  # until ``keep``
+
+    def carry(self, values: torch.Tensor) -> torch.Tensor:
+        """Return what is to be encoded: ``values`` and what was kept before."""
+
+    def keep(self, wanted: torch.Tensor, decoded: Callable[[torch.Tensor], None]) -> None:
+        """Keep the difference between what ``carry`` returned and what arrives."""
+
+
+class Forgetful:
+    """Keeps nothing: what is lost is lost."""
+
+    bytes_held = 0
+
+    def carry(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values."""
+        return values
+
+    def keep(self, wanted: torch.Tensor, decoded: Callable[[torch.Tensor], None]) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Memories:
+    """What a rank keeps of its own values, and of the mean of the part that it owns."""
+
+    sent: Memory
+    mean: Memory
+
+
+class Compressed:
+    """A reducer whose messages are a codec's; the base of ``Int8``, ``TopK`` and the like."""
+
+    lossy = True
+
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        rounding: Rounding | str = Rounding.NEAREST,
+        seed: int = 0,
+        on_nonfinite: NonFinite | str = NonFinite.RAISE,
+    ) -> None:
+        self.codec, self.seed = codec, seed
+        self.rounding = choose(Rounding, rounding)
+        self.on_nonfinite = choose(NonFinite, on_nonfinite)
+        self._calls: dict[str, int] = {}  # of every slot, if they are rounded by chance
+
+    @property
+    def engine(self) -> Compressed:
+        """What moves the messages; others may put memories into it."""
+        return self
+
+    def start(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Handle:
+        """Launch the mean of what arrives."""
+        return self.launch(buffer, peers, slot, Memories(Forgetful(), Forgetful()))
+
+    def launch(self, buffer: torch.Tensor, peers: Peers, slot: str, memories: Memories) -> Handle:
+        """Launch it, with memories of what is lost on the way."""
+        if not buffer.is_floating_point():
+            raise TypeError(
+                f"{self!r} encodes floating values, got {buffer.dtype} in {slot!r}; average it "
+                "with Mean(), or a complex tensor as its view_as_real"
+            )
+        if peers.size == 1:
+            return Done()
+        draws = self._draws(f"{peers.level}/{slot}", peers.global_ranks[peers.group_rank])
+        sent = self.bytes_on_wire(buffer.numel(), buffer.dtype, peers.size, peers.group_rank)
+        order = _Order(slot, self.codec, self.on_nonfinite, draws, memories)
+        return _InFlight(order, Task(buffer, peers), Traffic(bytes_sent=sent))
+
+    def bytes_on_wire(
+        self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
+    ) -> int:
+        """Return the others' parts with a flag each, and my own part to each of them."""
+        if group_size == 1:
+            return 0
+        sizes = [self.codec.nbytes(stop - start) for start, stop in slices(numel, group_size)]
+        mine = sizes[group_rank]
+        return sum(sizes) - mine + (group_size - 1) * (mine + FLAG_BYTES)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how often each slot has been rounded by chance."""
+        return {"calls": dict(self._calls)} if self._calls else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the chances that would have come next."""
+        if state_dict and self.rounding is Rounding.NEAREST:
+            raise ValueError(
+                f"{self!r} keeps no state, but the checkpoint holds {sorted(state_dict)}; was it "
+                "written with another reducer, or with rounding='stochastic'?"
+            )
+        self._calls = dict(state_dict.get("calls", {}))
+
+    def _draws(self, slot: str, global_rank: int) -> Callable[[object], Draw | None]:
+        if self.rounding is Rounding.NEAREST:
+            return lambda part: None
+        call = self._calls.get(slot, 0)
+        self._calls[slot] = call + 1
+        return lambda part: draw_of(self.seed, slot, call, global_rank, part)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """How one buffer is to be reduced."""
+
+    slot: str
+    codec: Codec
+    on_nonfinite: NonFinite
+    draws: Callable[[object], Draw | None]  # by part
+    memories: Memories
+
+
+class _InFlight:
+    """One buffer on its way: parts to owners, then (in ``advance``) means back, then ``wait``."""
+
+    def __init__(self, order: _Order, task: Task, traffic: Traffic) -> None:
+        self.traffic = traffic
+        self._order, self._task, self._peers = order, task, task.peers
+        self._codec, self._mine = order.codec, task.mine
+        self._error: Exception | None = None
+        self._reduced = False
+        self._tag = self._peers.next_tags(2)
+        self._wanted, self._outbox = self._encode(task.buffer.to(torch.float32))
+        self._inbox = {p: self._room(self._mine, FLAG_BYTES) for p in self._peers.others}
+        self._arriving, self._leaving = self._post(self._outbox, self._inbox, self._tag)
+
+    @property
+    def bytes_held(self) -> int:
+        """All messages to owners, and what memories need; the same number on every rank."""
+        parts = [self._codec.nbytes(stop - start) + FLAG_BYTES for start, stop in self._task.bounds]
+        return sum(parts) + len(parts) * max(parts) + self._order.memories.sent.bytes_held
+
+    def advance(self) -> None:
+        """Take the mean of my part and start to hand it round."""
+        if self._error is not None:
+            raise self._error
+        if not self._reduced:
+            _wait(self._arriving)
+            self._inbox[self._peers.group_rank] = self._outbox[self._peers.group_rank]
+            members = self._members()
+            self._remember()
+            self._hand_round(self._mean(members))
+            self._reduced = True
+
+    def wait(self) -> None:
+        """Decode everybody's means into the buffer."""
+        self.advance()
+        _wait(self._arriving)
+        for member, message in self._inbox.items():
+            self._write(message, self._task.part(member))
+        _wait(self._leaving)
+        _give(self._inbox, self._outbox)
+
+    def _encode(self, values: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        """Return what is to arrive (None: nothing of this rank), and a message for each part."""
+        weights, me = self._peers.weights, self._peers.group_rank
+        counts = weights is None or weights[me] > 0.0
+        bad = counts and not all_finite(values)
+        wanted = self._order.memories.sent.carry(values) if counts and not bad else None
+        outbox = {}
+        for member, (start, stop) in enumerate(self._task.bounds):
+            message = self._room(values[start:stop], FLAG_BYTES)
+            if wanted is None:
+                message.zero_()
+            else:
+                draw = self._order.draws(member)
+                self._codec.encode(wanted[start:stop], message[:-FLAG_BYTES], draw)
+            message[-FLAG_BYTES:] = int(bad)
+            outbox[member] = message
+        return wanted, outbox
+
+    def _members(self) -> list[int]:
+        """Return whose values count; raise on all ranks if that cannot be said."""
+        bad = [p for p, message in self._inbox.items() if int(message[-1])]
+        try:
+            return contributors(self._peers, bad, self._order.on_nonfinite, self._order.slot)
+        except ValueError as error:
+            _wait(self._leaving)  # so that the group can go on with other things
+            self._error = error
+            raise
+
+    def _remember(self) -> None:
+        """Keep what my messages left out."""
+        if self._wanted is None:
+            return
+
+        def decoded(out: torch.Tensor) -> None:
+            for member, (start, stop) in enumerate(self._task.bounds):
+                self._codec.decode(self._outbox[member], stop - start, out[start:stop])
+
+        self._order.memories.sent.keep(self._wanted, decoded)
+        self._wanted = None
+
+    def _mean(self, members: list[int]) -> torch.Tensor:
+        """Return the message with the mean of my part."""
+        weights = self._peers.weights or (1.0,) * self._peers.size
+        whole = sum(weights[p] for p in members)
+        total = STAGING.take(self._mine.numel(), torch.float32, self._mine.device).zero_()
+        for member in members:
+            share = float(torch.tensor(weights[member] / whole, dtype=torch.float32))
+            self._codec.add(self._inbox[member], total, share)
+        total.clamp_(-LARGEST, LARGEST)
+        self._sample(total, members)
+        wanted, message = self._order.memories.mean.carry(total), self._room(self._mine)
+        self._codec.encode(wanted, message, self._order.draws("mean"))
+        self._order.memories.mean.keep(
+            wanted, lambda out: self._codec.decode(message, out.numel(), out)
+        )
+        STAGING.give(total)
+        return message
+
+    def _sample(self, mean: torch.Tensor, members: list[int]) -> None:
+        """Estimate from the front of my part how far apart the replicas are."""
+        count = self._codec.sample(mean.numel())
+        front, replica = mean[:count].double(), mean.new_empty(count)
+        for member in members:
+            self._codec.decode(self._inbox[member], mean.numel(), replica)
+            self.traffic.deviation += float((front - replica).square().sum())
+        self.traffic.magnitude += float(front.square().sum()) * len(members)
+        self.traffic.samples += count * len(members)
+
+    def _hand_round(self, message: torch.Tensor) -> None:
+        """Send the mean of my part to everybody and start to receive theirs."""
+        me, others = self._peers.group_rank, self._peers.others
+        self._write(message, self._mine)
+        _give(self._inbox)  # with my own message, which has been used
+        del self._outbox[me]
+        self._inbox = {p: self._room(self._task.part(p)) for p in others}
+        outgoing = dict.fromkeys(others, message)
+        self._arriving, leaving = self._post(outgoing, self._inbox, self._tag + 1)
+        self._leaving += leaving
+        self._outbox[me] = message
+
+    def _write(self, message: torch.Tensor, part: torch.Tensor) -> None:
+        if part.dtype == torch.float32:
+            self._codec.decode(message, part.numel(), part)
+            return
+        wide = STAGING.take(part.numel(), torch.float32, part.device)
+        self._codec.decode(message, part.numel(), wide)
+        # A level of a codec may lie beyond the range of a narrower dtype.
+        limit = min(LARGEST, torch.finfo(part.dtype).max)
+        part.copy_(wide.clamp_(-limit, limit))
+        STAGING.give(wide)
+
+    def _room(self, part: torch.Tensor, more: int = 0) -> torch.Tensor:
+        return STAGING.take(self._codec.nbytes(part.numel()) + more, torch.uint8, part.device)
+
+    def _post(
+        self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], tag: int
+    ) -> tuple[list[Transfer], list[Transfer]]:
+        others = self._peers.others
+        receives = [Message(incoming[p], p, outgoing=False) for p in others if incoming[p].numel()]
+        sends = [Message(outgoing[p], p, outgoing=True) for p in others if outgoing[p].numel()]
+        transfers = self._peers.post([*receives, *sends], tag)
+        return transfers[: len(receives)], transfers[len(receives) :]
+
+
+def _wait(transfers: list[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.wait()
+
+
+def _give(*boxes: dict[int, torch.Tensor]) -> None:
+    for box in boxes:
+        for message in box.values():
+            STAGING.give(message)

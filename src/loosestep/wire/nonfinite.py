@@ -1,0 +1,52 @@
+"""Infinities and NaN, for which codecs have no bytes: every rank hears of every rank's."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+
+import loosestep.wire.codec_c as codec_c
+import loosestep.wire.codec_torch as codec_torch
+from loosestep.errors import NotFinite
+from loosestep.peers import Peers
+
+
+class NonFinite(enum.Enum):
+    """What happens when a rank's values are not all finite."""
+
+    RAISE = "raise"  # an error on every rank, nothing is changed
+    SKIP = "skip"  # the mean is that of the other ranks, and all ranks get it
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """Say whether there is neither an infinity nor a NaN."""
+    if codec_c.available(values):
+        return codec_c.all_finite(values)
+    return bool(codec_torch.all_finite(values))
+
+
+def contributors(peers: Peers, bad: Sequence[int], policy: NonFinite, slot: str) -> list[int]:
+    """Return the group ranks whose values make the mean, or raise on every rank alike.
+
+    A member whose weight is 0 is not asked for its values.
+    """
+    weights = peers.weights or (1.0,) * peers.size
+    asked = [p for p in range(peers.size) if weights[p] > 0.0]
+    good = [p for p in asked if p not in bad]
+    if good == asked or (good and policy is NonFinite.SKIP):
+        return good
+    raise _error(peers, [p for p in asked if p in bad], slot)
+
+
+def _error(peers: Peers, bad: Sequence[int], slot: str) -> NotFinite:
+    ranks = tuple(peers.global_ranks[p] for p in bad)
+    text = (
+        f"rank {peers.global_ranks[peers.group_rank]}: only finite values can be compressed, but "
+        f"there is an infinity or NaN in {slot!r} on rank {', '.join(map(str, ranks))} while "
+        f"{peers.phase} on level {peers.level!r} (float64 counts as such beyond 3.4e38). Nothing "
+        f"has been changed in {slot!r}; skip this step, or leave such ranks out of the mean with "
+        "on_nonfinite='skip', as long as one is left"
+    )
+    return NotFinite(text, ranks=ranks, tensor=slot)
