@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.com
 
 def by_network(body: Any, *args: Any) -> Any:
     """Run a body with slices going through sockets, as between hosts."""
-    os.environ["LOOSESTEP_READ_MEMORY"] = "0"
+    os.environ["LOOSESTEP_SHARED_MEMORY"] = "0"
     return body(*args)
 
 

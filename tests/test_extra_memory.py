@@ -49,7 +49,7 @@ def extra_bytes(action: Callable[[], object]) -> int:
 
 def measure(way: str, transport: str) -> dict[str, int]:
     """Return the bytes that each phase needed."""
-    os.environ["LOOSESTEP_READ_MEMORY"] = "0" if transport == "network" else "1"
+    os.environ["LOOSESTEP_SHARED_MEMORY"] = "0" if transport == "network" else "1"
     dist.all_reduce(torch.ones(1))
     model = make_model()
     extra: dict[str, int] = {}

@@ -180,7 +180,7 @@ def attempt(step: Callable[[], object]) -> Attempt:
 
 
 def use(transport: str) -> None:
-    os.environ["LOOSESTEP_READ_MEMORY"] = "0" if transport == "network" else "1"
+    os.environ["LOOSESTEP_SHARED_MEMORY"] = "0" if transport == "network" else "1"
 
 
 def survive(way: str, plan: Plan) -> tuple[Attempt, Attempt]:

@@ -81,7 +81,7 @@ def outcome(bag: Bag, action: Callable[[], object]) -> Outcome:
 
 
 def use(transport: str) -> None:
-    os.environ["LOOSESTEP_READ_MEMORY"] = "0" if transport == "network" else "1"
+    os.environ["LOOSESTEP_SHARED_MEMORY"] = "0" if transport == "network" else "1"
 
 
 def check(outcomes: list[Outcome], odd: int, *words: str) -> None:

@@ -30,10 +30,9 @@ from loosestep.tensors import (
     unique,
 )
 from loosestep.topology import check_weights
-from loosestep.wire import Handle, Mean, Native, Reducer, Traffic
+from loosestep.wire import Handle, Mean, Native, Reducer, Traffic, links
 from loosestep.wire.native import First
 
-DEPTH = 12  # windows on their way in each direction; more: less waiting for each other
 BUDGET_BYTES = 12 << 20  # what they may take together, in each direction; one is always allowed
 COUNTER_WINDOW_BYTES = 512 << 10  # counters are widened to 8 bytes on the way
 
@@ -109,6 +108,7 @@ class Averager:
         self._agreements = (*agreements, f"reducer {self.reducer!r}", f"weights {peers.weights}")
         self._subset = subset or (lambda ranks: _own_peers(peers, ranks))
         self._shards: dict[str, tuple[Holders, Peers]] = {}
+        self._bound = False  # whether the reducer has seen the tensors
 
     def agree(
         self,
@@ -135,7 +135,18 @@ class Averager:
         headers = agree(peers, statement, at)
         if refusal is not None:
             raise refusal
+        if self._bind(named):
+            parts = memory(named)
         return Agreed(parts, tuple(counters), _shard_keys(named), headers, at.step)
+
+    def _bind(self, named: Sequence[Named]) -> bool:
+        """Show the tensors to the reducer once; return whether it may have moved them."""
+        bind = getattr(self.reducer, "bind", None)
+        if bind is None or self._bound:
+            return False
+        self._bound = True
+        bind(named, self.peers)
+        return True
 
     @torch.no_grad()
     def start(self, agreed: Agreed) -> Averaging:
@@ -189,11 +200,12 @@ class Averager:
                 )
 
     def _jobs(self, agreed: Agreed) -> list[tuple[Window, Peers]]:
-        return [
-            (window, self._shard(key)[1])
-            for key, group in _by_shard(agreed).items()
-            for window in windows(group, self._window_bytes)
-        ]
+        jobs: list[tuple[Window, Peers]] = []
+        for key, group in _by_shard(agreed).items():
+            peers = self._shard(key)[1]
+            size = min(self._window_bytes, links.window_bytes(peers))
+            jobs += [(window, peers) for window in windows(group, size)]
+        return jobs
 
     def _shard(self, key: str) -> tuple[Holders, Peers]:
         """Return who of this group holds the same shard; the first call is collective."""
@@ -218,6 +230,7 @@ class Averaging:
         step: int | None = None,
     ) -> None:
         self._jobs = deque(jobs)
+        self._depth = min((links.depth(peers) for _, peers in jobs), default=1)
         self._reducer, self._largest, self._step = reducer, largest, step
         self._inbound: deque[tuple[Window, torch.Tensor, Handle]] = deque()
         self._outbound: deque[tuple[Window, torch.Tensor, Handle]] = deque()
@@ -232,7 +245,7 @@ class Averaging:
             sent[2].advance()
             self._outbound.append(sent)
             self._launch_some()
-            while len(self._outbound) > DEPTH or self._staged_bytes > BUDGET_BYTES:
+            while len(self._outbound) > self._depth or self._staged_bytes > BUDGET_BYTES:
                 self._write_back()
         while self._outbound:
             self._write_back()
@@ -241,7 +254,7 @@ class Averaging:
         return self.traffic
 
     def _launch_some(self) -> None:
-        while self._jobs and len(self._inbound) < DEPTH:
+        while self._jobs and len(self._inbound) < self._depth:
             held = sum(_staged(w) + handle.bytes_held for w, _, handle in self._inbound)
             if self._inbound and held >= BUDGET_BYTES:
                 return

@@ -48,13 +48,16 @@ class Exchange(Protocol):
     """Moves one task's slices between this rank and some of its peers."""
 
     members: list[int]  # the group ranks that this exchange serves
-    in_memory: bool  # whether slices are read where they lie, so that none is sent or stored
+    in_memory: bool  # whether slices are read where they lie, so that none is sent
 
     def ready(self) -> None:
         """Return when ``read`` can be called."""
 
-    def read(self, member: int, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
-        """Return elements of a member's version of my slice; ``scratch`` may hold them."""
+    def read(self, member: int) -> torch.Tensor:
+        """Return a member's version of my slice."""
+
+    def mirrors(self) -> list[torch.Tensor]:
+        """Return where the result of my slice must be written besides my buffer."""
 
     def publish(self) -> None:
         """Hand out my slice, which now holds the result."""

@@ -5,8 +5,9 @@ beside this file and are compiled when first used, in a fraction of a second, in
 a call lets go of the interpreter, so that a training thread runs on meanwhile. Every function has
 a twin in plain torch that gives the same bits: which one runs shows in the clock only.
 
-(``torch.compile`` gives the same bits too; it takes some 20 seconds for a first call, more than
-0.03 milliseconds for each further one, and keeps the interpreter. ``LOOSESTEP_FUSED=0`` switches the C loops off.)
+(``torch.compile`` gives the same bits too; a first call takes it some 20 seconds, every further
+one 0.04 milliseconds before it begins, and it keeps the interpreter. ``LOOSESTEP_FUSED=0``
+switches the C loops off.)
 """
 
 from __future__ import annotations

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import os
 import secrets
+import struct
 import weakref
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 
+from loosestep.flat import WINDOW_BYTES
 from loosestep.peers import Peers
 from loosestep.places import host_key
+from loosestep.wire.board import (
+    Board,
+    Neighbour,
+    arena_of,
+    rows_of,
+    segment_bytes,
+    window_bytes_for,
+)
 from loosestep.wire.exchange import Exchange, Task
-from loosestep.wire.kernel import copy_from, copy_to
-from loosestep.wire.memory import Board, MemoryExchange, Neighbour
+from loosestep.wire.kernel import copy_from
+from loosestep.wire.memory import MemoryExchange
+from loosestep.wire.segments import Segment
 from loosestep.wire.sockets import SocketExchange
 
 logger = logging.getLogger(__name__)
+
+DEPTH = 12  # by the network; more: less waiting for each other
+OFF = "switched off by LOOSESTEP_SHARED_MEMORY=0"
 
 _boards: weakref.WeakKeyDictionary[dist.ProcessGroup, Board] = weakref.WeakKeyDictionary()
 
@@ -49,7 +64,29 @@ def reach(peers: Peers, device: torch.device) -> tuple[Board | None, list[int]]:
 
 def use_network(group: dist.ProcessGroup) -> None:
     """Send everything by the network; all members must say so before the group's first use."""
-    _boards[group] = Board(dist.get_world_size(group))
+    size = dist.get_world_size(group)
+    _boards[group] = Board(None, size, WINDOW_BYTES)
+    _boards[group].hosts = [(member,) for member in range(size)]
+
+
+def window_bytes(peers: Peers) -> int:
+    """Return how large a buffer may be on this group; a group's first call is collective."""
+    return WINDOW_BYTES if peers.size == 1 else board_of(peers).window_bytes
+
+
+def largest(peers: Peers, buffer: torch.Tensor) -> int:
+    """Return how many bytes of such a buffer may be under way as one; the same on all ranks."""
+    board = board_of(peers)
+    on_host = board.any_neighbours and buffer.device.type == "cpu"
+    return board.window_bytes if on_host else buffer.nbytes
+
+
+def depth(peers: Peers) -> int:
+    """Return how many buffers may be on their way in each direction on this group.
+
+    Through memory one: while it is filled, a second is summed and a third emptied.
+    """
+    return 1 if peers.size > 1 and board_of(peers).any_neighbours else DEPTH
 
 
 def board_of(peers: Peers) -> Board:
@@ -61,57 +98,87 @@ def board_of(peers: Peers) -> Board:
     return _boards[group]
 
 
+@dataclass
+class _Card:
+    """How a rank introduces itself: its process, and a segment with a random number in front."""
+
+    pid: int
+    fd: int
+    size: int
+    nonce: int
+    address: int  # of the random number, in its own memory
+    reason: str = ""  # why it has no segment
+
+
 def _meet(peers: Peers) -> Board:
-    """Find out whose memory can be read and written, by trying; both directions must work."""
-    board, nonce = Board(peers.size), ctypes.c_int64(secrets.randbits(62))
-    here = "nowhere" if os.environ.get("LOOSESTEP_READ_MEMORY") == "0" else host_key()
-    mine = f"{here}|{os.getpid()}|{ctypes.addressof(nonce)}|{nonce.value}"
-    cards = [_Card.parse(payload.decode()) for payload in peers.exchange(mine.encode())]
-    rows = ",".join(str(board.row_address(member)) for member in range(peers.size))
-    their_rows = [list(map(int, p.decode().split(","))) for p in peers.exchange(rows.encode())]
-    met = [
-        Neighbour(p, cards[p].pid, their_rows[p][peers.group_rank])
-        for p in peers.others
-        if cards[p].host == here != "nowhere"
-        and _reachable(cards[p], their_rows[p][peers.group_rank])
-    ]
-    answers = peers.exchange(",".join(str(neighbour.member) for neighbour in met).encode())
-    mutual = [n for n in met if str(peers.group_rank) in answers[n.member].decode().split(",")]
-    board.neighbours = {neighbour.member: neighbour for neighbour in mutual}
-    _say(peers, board)
+    """Share memory with those on this host, by trying; both directions must work."""
+    hosts = [payload.decode() for payload in peers.exchange(host_key().encode())]
+    by_host = [[m for m, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
+    window = window_bytes_for(max(map(len, by_host)))
+    segment, card = _introduce(peers.size, window)
+    cards = [_Card(**json.loads(p)) for p in peers.exchange(json.dumps(asdict(card)).encode())]
+    board = Board(segment, peers.size, window)
+    board.hosts = [tuple(members) for members in by_host]
+    near = [p for p in peers.others if hosts[p] == host_key()]
+    met = {p: n for p in near if (n := _visit(p, cards[p], peers)) is not None}
+    readable = all(_readable(cards[p]) for p in near)
+    said = [json.loads(p) for p in peers.exchange(json.dumps([list(met), readable]).encode())]
+    board.neighbours = {p: n for p, n in met.items() if peers.group_rank in said[p][0]}
+    board.any_neighbours = any(members for members, _ in said)
+    board.readable = all(said[p][1] for p in (peers.group_rank, *near))
+    if segment is not None:
+        segment.seal()
+    _say(peers, board, [f"rank {peers.global_ranks[p]}: {cards[p].reason}" for p in near])
     return board
 
 
-class _Card(NamedTuple):
-    """How a rank introduces itself: where it runs, and a random number at an address."""
-
-    host: str
-    pid: int
-    address: int
-    nonce: int
-
-    @classmethod
-    def parse(cls, text: str) -> _Card:
-        host, pid, address, nonce = text.split("|")
-        return cls(host, int(pid), int(address), int(nonce))
+def _introduce(group_size: int, window: int) -> tuple[Segment | None, _Card]:
+    nonce = secrets.randbits(62)
+    if os.environ.get("LOOSESTEP_SHARED_MEMORY") == "0":
+        return None, _Card(os.getpid(), -1, 0, nonce, 0, OFF)
+    try:
+        segment = Segment.create(segment_bytes(group_size, window))
+    except OSError as error:
+        return None, _Card(os.getpid(), -1, 0, nonce, 0, f"no shared memory to be had: {error}")
+    segment.map[:8] = struct.pack("<q", nonce)
+    return segment, _Card(os.getpid(), segment.fd, segment.size, nonce, segment.bytes().data_ptr())
 
 
-def _reachable(card: _Card, row: int) -> bool:
-    """Read the neighbour's random number and write a 0 to the row that it keeps for me."""
-    probe, zero = ctypes.c_int64(), ctypes.c_int64(0)
+def _visit(member: int, card: _Card, peers: Peers) -> Neighbour | None:
+    """Map a neighbour's board and find my row on it."""
+    if card.reason:
+        return None
+    try:
+        segment = Segment.open(card.pid, card.fd, card.size)
+    except OSError as error:
+        card.reason = f"its memory cannot be mapped: {error}"
+        return None
+    segment.seal()
+    if struct.unpack("<q", segment.map[:8])[0] != card.nonce:
+        card.reason = "its process is not the one that it seems to be"
+        return None
+    row = rows_of(segment, peers.size)[peers.group_rank]
+    return Neighbour(member, card.pid, segment, row, arena_of(segment, peers.size))
+
+
+def _readable(card: _Card) -> bool:
+    """Say whether the kernel lets this process read the neighbour's own memory."""
+    if os.environ.get("LOOSESTEP_READ_MEMORY") == "0" or card.reason:
+        return False
+    probe = ctypes.c_int64()
     error = copy_from(card.pid, [(card.address, 8)], [(ctypes.addressof(probe), 8)])
-    if error or probe.value != card.nonce:
-        return False  # not the process that it seems to be: nothing may be written there
-    return copy_to(card.pid, [(row, 8)], [(ctypes.addressof(zero), 8)]) == ""
+    return not error and probe.value == card.nonce
 
 
-def _say(peers: Peers, board: Board) -> None:
+def _say(peers: Peers, board: Board, reasons: list[str]) -> None:
     near = [peers.global_ranks[member] for member in sorted(board.neighbours)]
     far = [rank for rank in peers.global_ranks if rank not in near]
     far.remove(peers.global_ranks[peers.group_rank])
+    why = [reason for reason in reasons if not reason.endswith(": ")]
     logger.info(
-        "level %r: ranks %s are reached through memory, ranks %s by the network",
+        "level %r: ranks %s are reached through shared memory, ranks %s by the network%s",
         peers.level,
         near,
         far,
+        f" ({'; '.join(why)})" if why else "",
     )

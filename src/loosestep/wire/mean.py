@@ -13,19 +13,23 @@ it got, and the result comes back; 2 (n - 1) / n of the buffer for every rank, a
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from loosestep.flat import STAGING, slices
 from loosestep.peers import Peers
-from loosestep.wire.exchange import Task
-from loosestep.wire.links import exchanges
+from loosestep.wire import fused
+from loosestep.wire.exchange import Exchange, Task
+from loosestep.wire.links import exchanges, largest
+from loosestep.wire.pieces import InPieces, cut
 from loosestep.wire.reducer import Done, Handle, Stateless, Traffic
 
 BLOCK = 1 << 15  # elements summed at a time: what is summed stays in the cache
-SAMPLE = 1 << 12  # elements of every slice from which the replicas' drift is estimated
+SAMPLE = 1 << 10  # elements of every slice from which the replicas' drift is estimated
+FUSED = {torch.float32: "mean_f32", torch.bfloat16: "mean_bf16"}
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -98,6 +102,66 @@ def _divide_(total: torch.Tensor, divisor: float) -> None:
         total.div_(divisor)
 
 
+def reduce_into(
+    outs: Sequence[torch.Tensor],
+    replicas: Sequence[torch.Tensor],
+    weights: Sequence[float] | None = None,
+) -> None:
+    """Write the mean of ``replicas`` to every one of ``outs``, which may be replicas themselves.
+
+    The arithmetic is that of ``mean_into``, in one pass over memory where there is a compiler.
+
+    >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])
+    >>> reduce_into([one, other], [one, other])
+    >>> other
+    tensor([2., 4.])
+    """
+    function = _fused(outs[0])
+    if function is None:
+        _reduce_plainly(outs, replicas, weights)
+        return
+    divisor = float(len(replicas)) if weights is None else sum(weights)
+    factors = None if weights is None else (ctypes.c_double * len(weights))(*weights)
+    function(
+        _pointers(outs),
+        ctypes.c_size_t(len(outs)),
+        _pointers(replicas),
+        ctypes.c_size_t(len(replicas)),
+        factors,
+        ctypes.c_double(divisor),
+        ctypes.c_size_t(outs[0].numel()),
+    )
+
+
+def _fused(out: torch.Tensor) -> Callable[..., None] | None:
+    if out.dtype not in FUSED or out.device.type != "cpu":
+        return None
+    library = fused.library("mean")
+    return None if library is None else getattr(library, FUSED[out.dtype])
+
+
+def _pointers(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+
+
+def _reduce_plainly(
+    outs: Sequence[torch.Tensor],
+    replicas: Sequence[torch.Tensor],
+    weights: Sequence[float] | None,
+) -> None:
+    """Do the same a block at a time, so that what is summed stays in the cache."""
+    wide = (wide_dtype(outs[0].dtype), outs[0].device)
+    room = (STAGING.take(BLOCK, *wide), STAGING.take(BLOCK, *wide))
+    for start in range(0, outs[0].numel(), BLOCK):
+        blocks = [replica[start : start + BLOCK] for replica in replicas]
+        first, *others = (out[start : start + BLOCK] for out in outs)
+        mean_into(first, blocks, weights, room)
+        for other in others:
+            other.copy_(first)
+    for buffer in room:
+        STAGING.give(buffer)
+
+
 class Mean(Stateless):
     """The exact mean, bit-equal on all ranks, whatever the transport.
 
@@ -105,11 +169,17 @@ class Mean(Stateless):
     32
     """
 
+    lossy = False
+
     def start(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Handle:
         """Launch the mean of ``buffer`` over ``peers``."""
         if peers.size == 1:
             return Done()
-        return _MeanInFlight(Task(buffer, peers))
+        most = largest(peers, buffer)
+        if buffer.nbytes <= most:
+            return MeanInFlight(Task(buffer, peers))
+        pieces = cut(buffer, most, peers.size)
+        return InPieces(pieces, lambda piece: MeanInFlight(Task(piece, peers)))
 
     def bytes_on_wire(
         self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
@@ -123,82 +193,90 @@ class Mean(Stateless):
         return "Mean()"
 
 
-class _MeanInFlight:
+class MeanInFlight:
     """One buffer's mean: scatter, then (in ``advance``) sum and gather, then ``wait``."""
 
     def __init__(self, task: Task) -> None:
         self.traffic = Traffic()
-        self._task, self._reduced = task, False
+        self.task, self._reduced = task, False
         self._exchanges = exchanges(task)
-        self._count_bytes()
+        _count_bytes(self.traffic, task, self._exchanges)
 
     @property
     def bytes_held(self) -> int:
         """The slices that are sent to this rank and wait to be summed."""
         stored = [len(e.members) for e in self._exchanges if not e.in_memory]
-        return sum(stored) * self._task.mine.nbytes
+        return sum(stored) * self.task.mine.nbytes
 
     def advance(self) -> None:
         """Sum my slice and start to hand it round."""
-        if self._reduced:
-            return
-        for exchange in self._exchanges:
-            exchange.ready()
-        self._reduce()
-        for exchange in self._exchanges:
-            exchange.publish()
-        self._reduced = True
+        if not self._reduced:
+            self.reduce()
+            self.publish()
+            self._reduced = True
 
     def wait(self) -> None:
         """Take in the other slices; return when nobody needs mine any more."""
         self.advance()
+        self.collect()
+
+    def ready(self) -> None:
+        """Return when the others' versions of my slice can be read."""
+        for exchange in self._exchanges:
+            exchange.ready()
+
+    def reduce(self) -> None:
+        """Replace my slice by the mean, here and wherever else it is to be."""
+        self.ready()
+        peers = self.task.peers
+        replicas = [self.task.mine] * peers.size
+        for exchange in self._exchanges:
+            for member in exchange.members:
+                replicas[member] = exchange.read(member)
+        sample(self.traffic, [replica[:SAMPLE] for replica in replicas])
+        outs = [self.task.mine, *self._mirrors()]
+        reduce_into(outs, replicas, peers.weights)
+
+    def publish(self) -> None:
+        """Let the others have my slice."""
+        for exchange in self._exchanges:
+            exchange.publish()
+
+    def collect(self) -> None:
+        """Take in the other slices; return when nobody needs mine any more."""
         for exchange in self._exchanges:
             exchange.collect()
         for exchange in self._exchanges:
             exchange.release()
 
-    def _reduce(self) -> None:
-        """Replace my slice by the mean, a block at a time."""
-        mine = self._task.mine
-        wide = (wide_dtype(mine.dtype), mine.device)
-        room = (STAGING.take(BLOCK, *wide), STAGING.take(BLOCK, *wide))
-        scratch = [STAGING.take(BLOCK, mine.dtype, mine.device) for _ in self._task.peers.others]
-        for start in range(0, mine.numel(), BLOCK):
-            own = mine[start : start + BLOCK]
-            replicas = self._replicas(start, own, scratch)
-            before = own[:SAMPLE].clone() if start == 0 else None
-            mean = mean_into(own, replicas, self._task.peers.weights, room)
-            if before is not None:
-                replicas[self._task.peers.group_rank] = before
-                self._sample(mean[:SAMPLE], [replica[:SAMPLE] for replica in replicas])
-        for buffer in (*room, *scratch):
-            STAGING.give(buffer)
+    def _mirrors(self) -> list[torch.Tensor]:
+        return [place for exchange in self._exchanges for place in exchange.mirrors()]
 
-    def _replicas(
-        self, start: int, own: torch.Tensor, scratch: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Return all members' versions of a block of my slice, in rank order."""
-        replicas = [own] * self._task.peers.size
-        spaces = iter(scratch)
-        for exchange in self._exchanges:
-            for member in exchange.members:
-                stop = start + own.numel()
-                replicas[member] = exchange.read(member, start, stop, next(spaces))
-        return replicas
 
-    def _sample(self, mean: torch.Tensor, replicas: list[torch.Tensor]) -> None:
-        self.traffic.magnitude += float(mean.square().sum()) * len(replicas)
-        self.traffic.deviation += sum(
-            float((mean - replica.to(mean.dtype)).square().sum()) for replica in replicas
-        )
-        self.traffic.samples += mean.numel() * len(replicas)
+def sample(traffic: Traffic, replicas: list[torch.Tensor]) -> None:
+    """Add how far apart some elements of the replicas are."""
+    deviation, magnitude = _spread(replicas)
+    traffic.deviation += deviation
+    traffic.magnitude += magnitude * len(replicas)
+    traffic.samples += replicas[0].numel() * len(replicas)
 
-    def _count_bytes(self) -> None:
-        for exchange in self._exchanges:
-            moved = sum(
-                self._task.part(p).nbytes + self._task.mine.nbytes for p in exchange.members
-            )
-            if exchange.in_memory:
-                self.traffic.bytes_copied += moved
-            else:
-                self.traffic.bytes_sent += moved
+
+def _spread(replicas: list[torch.Tensor]) -> tuple[float, float]:
+    library = fused.library("mean") if replicas[0].dtype == torch.float32 else None
+    if library is None or replicas[0].device.type != "cpu":
+        values = torch.stack(replicas).double()
+        mean = values.mean(0)
+        return float(values.sub(mean).square_().sum()), float(mean.square().sum())
+    sums = (ctypes.c_double * 2)()
+    count = ctypes.c_size_t(replicas[0].numel())
+    library.spread_f32(sums, _pointers(replicas), ctypes.c_size_t(len(replicas)), count)
+    return sums[0], sums[1]
+
+
+def _count_bytes(traffic: Traffic, task: Task, exchanges: Sequence[Exchange]) -> None:
+    for exchange in exchanges:
+        moved = sum(task.part(p).nbytes + task.mine.nbytes for p in exchange.members)
+        if exchange.in_memory:
+            traffic.bytes_copied += moved
+        else:
+            traffic.bytes_sent += moved

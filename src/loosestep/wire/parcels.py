@@ -15,9 +15,10 @@ import torch
 
 from loosestep.flat import STAGING
 from loosestep.peers import Message, Peers, Transfer
+from loosestep.wire.board import Board
+from loosestep.wire.lending import Handout, Ranges, Slot
 from loosestep.wire.links import reach
 from loosestep.wire.mean import BLOCK, mean_into
-from loosestep.wire.memory import OFFERED, TAKEN, Board, Ranges, Slot
 from loosestep.wire.reducer import Traffic
 
 
@@ -67,23 +68,24 @@ class MemoryDelivery:
     in_memory = True
 
     def __init__(self, parcels: Parcels, board: Board) -> None:
-        self._parcels, self._slot = parcels, Slot(board, parcels.peers, parcels.source)
+        self._parcels, self._slot = parcels, Slot(board, parcels.peers, [parcels.source])
         self.members = self._slot.members
 
     def ready(self) -> None:
         """Return when the neighbours have told where their tensors lie."""
         for member in self.members:
-            self._slot.wait(member, OFFERED)
+            self._slot.wait(member)
 
     def read(self, member: int, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
         """Copy some of a neighbour's elements to the front of ``scratch``."""
         into = scratch[: stop - start]
-        self._slot.read(member, clip(self._parcels.incoming[member], start, stop), [into])
+        self._slot.read(member, clip(self._parcels.incoming[member], start, stop), into)
         return into
 
     def taken(self) -> None:
         """Let the neighbours have their memory back."""
-        self._slot.tell(TAKEN)
+        for member in self.members:
+            self._slot.taken(member)
 
     def release(self) -> None:
         """Return when the neighbours have read mine."""
@@ -223,30 +225,6 @@ def mean_of_gradients(
     for replica in replicas[2:]:
         total.add_(replica)
     torch.mul(total, 1.0 / len(replicas), out=own)
-
-
-class Handout:
-    """Pieces of memory that all neighbours read where they lie: a table tells them where."""
-
-    def __init__(self, pieces: Sequence[torch.Tensor], peers: Peers, board: Board) -> None:
-        self._table = torch.tensor([piece.data_ptr() for piece in pieces], dtype=torch.int64)
-        self._slot = Slot(board, peers, self._table)
-
-    def collect(self, places: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Read every neighbour's pieces to their places, and let it have its memory back."""
-        for member in self._slot.members:
-            self._slot.wait(member, OFFERED)
-            if places[member]:
-                table = torch.empty(len(places[member]), dtype=torch.int64)
-                self._slot.read(member, [(0, table.numel())], [table])
-                lengths = [place.nbytes for place in places[member]]
-                there = list(zip(table.tolist(), lengths, strict=True))
-                self._slot.read_spans(member, there, places[member])
-            self._slot.tell_one(member, TAKEN)
-
-    def release(self) -> None:
-        """Return when the neighbours have read mine."""
-        self._slot.close()
 
 
 class GatherFromOwners:

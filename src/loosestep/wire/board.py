@@ -1,0 +1,211 @@
+"""What the neighbours on this host have told this rank, and the way to tell them.
+
+Every rank has a *board* in shared memory: a row of numbers for each member of a group, and behind
+them room for data. A rank writes how far it is into its row on its neighbours' boards and polls
+only its own. So telling is a store, waiting is a load, and the kernel is not asked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import select
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from loosestep.peers import Peers
+from loosestep.wire.kernel import copy_from
+from loosestep.wire.segments import Segment
+from loosestep.wire.shelf import Shelf
+
+WINDOWS = 3  # of every rank: one is filled, one is summed, one is emptied
+WINDOW_BYTES = 2 << 20  # larger: fewer waits; smaller: less memory, and it stays in the cache
+ARENA_BYTES = 24 << 20  # for the windows of all ranks of a host together, in one group
+SLOTS = 128  # tensors that may be lent at once
+
+STAGED, REDUCED, EMPTIED = 0, 1, 2  # the number of the last window that is so far
+PLACES = 3  # and where each of the windows lies
+LENT = PLACES + WINDOWS  # four columns for every slot
+ADDRESS, OFFERED, TAKEN = 0, 1, 2
+COLUMNS = LENT + 4 * SLOTS
+
+PROBE_SECONDS = 0.02  # how often a waiting rank looks whether its neighbours live
+SPIN_SECONDS = 0.0002  # how long it only yields its core: the neighbours may be nearly there
+NAP_SECONDS = 0.00005  # then it sleeps between looks, and leaves the core to those it waits for
+LONGEST_NAP_SECONDS = 0.001  # the longer it has waited, the less an extra moment matters
+NAP_SHARE = 0.05  # of the time waited so far
+
+Row = ctypes.c_int64 * COLUMNS
+HEADER_BYTES = 64  # a random number at the front, by which neighbours know that they have met
+ENDED = "its process has ended"
+
+# Other processors may let a later store overtake earlier ones; taking a lock forbids that.
+_ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
+_lock = threading.Lock()
+
+
+def _fence() -> None:
+    if not _ORDERED:
+        with _lock:
+            pass
+
+
+class Home(NamedTuple):
+    """Shared memory in which parameters live, known to the neighbours by a key."""
+
+    address: int
+    size: int
+    key: int
+    segment: Segment  # kept: the address must not come to mean something else
+
+
+@dataclass
+class Neighbour:
+    """A process on this host that shares memory with this one."""
+
+    member: int  # its group rank
+    pid: int
+    segment: Segment
+    row: ctypes.Array[ctypes.c_int64]  # mine, on its board
+    arena: torch.Tensor  # its windows
+    opened: dict[int, torch.Tensor] = field(default_factory=dict)  # resident storage, by key
+    copies: dict[int, torch.Tensor] = field(default_factory=dict)  # of what it lends, by key
+    _watch: int = -1  # a file descriptor that tells when it ends
+
+    def __post_init__(self) -> None:
+        try:
+            self._watch = os.pidfd_open(self.pid)
+        except (AttributeError, OSError):
+            self._watch = -1
+
+    def __del__(self) -> None:
+        if self._watch >= 0:
+            os.close(self._watch)
+
+    def has_ended(self) -> bool:
+        """Say whether the process is gone (or a zombie, which is as bad)."""
+        if self._watch >= 0:
+            poll = select.poll()
+            poll.register(self._watch, select.POLLIN)
+            return bool(poll.poll(0))
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+    def read(self, there: list[tuple[int, int]], here: list[tuple[int, int]]) -> str:
+        """Copy pieces of its memory, wherever they lie; return what went wrong, or ''."""
+        return copy_from(self.pid, there, here)
+
+
+class Board:
+    """The rows and windows of one rank, and its neighbours."""
+
+    def __init__(self, segment: Segment | None, group_size: int, window_bytes: int) -> None:
+        self.segment, self.window_bytes = segment, window_bytes
+        self.neighbours: dict[int, Neighbour] = {}
+        self.hosts: list[tuple[int, ...]] = []  # the members of the group, by host
+        self.started = 0  # windows so far
+        self.lent = 0  # tensors so far
+        self.any_neighbours = False  # whether any member of the group has some
+        self.readable = False  # whether the kernel lets neighbours read each other's memory
+        self.shelf = Shelf()
+        self.open: dict[int, int] = {}  # slot -> number of the tensor that is lent in it
+        self.offered: dict[int, object] = {}  # kept while a neighbour may read it
+        self.shared: list[Home] = []  # where resident parameters of mine live
+        self.rows: list[ctypes.Array[ctypes.c_int64]] = []
+        if segment is not None:
+            self.rows = rows_of(segment, group_size)
+            self.arena = arena_of(segment, group_size)
+
+    @property
+    def members(self) -> list[int]:
+        """The neighbours' group ranks."""
+        return list(self.neighbours)
+
+    def tell(self, member: int, column: int, value: int) -> None:
+        """Write a number into my row on a neighbour's board."""
+        _fence()
+        self.neighbours[member].row[column] = value
+
+    def tell_all(self, column: int, value: int) -> None:
+        """Tell all neighbours."""
+        _fence()
+        for neighbour in self.neighbours.values():
+            neighbour.row[column] = value
+
+    def wait(self, peers: Peers, member: int, column: int, value: int) -> None:
+        """Return when a neighbour has reached ``value``; raise when it died or is too slow."""
+        row = self.rows[member]
+        if row[column] < value:
+            self._wait_until(peers, member, lambda: row[column] >= value)
+        _fence()
+
+    def _wait_until(self, peers: Peers, member: int, reached: Callable[[], bool]) -> None:
+        began, limit = time.monotonic(), peers.seconds
+        probe_at = began + PROBE_SECONDS
+        while not reached():
+            now = time.monotonic()
+            if now - began > limit:
+                raise peers.lost(member, f"no answer within {limit:g} s")
+            if now > probe_at:
+                self._look_round(peers)
+                probe_at = now + PROBE_SECONDS
+            if now - began < SPIN_SECONDS:
+                os.sched_yield()
+            else:
+                nap = NAP_SHARE * (now - began)
+                time.sleep(min(LONGEST_NAP_SECONDS, max(NAP_SECONDS, nap)))
+
+    def _look_round(self, peers: Peers) -> None:
+        """Raise if a neighbour that still owes something is gone.
+
+        The one that I wait for may wait for a dead one; one that owes nothing may have finished.
+        """
+        for member, neighbour in self.neighbours.items():
+            if self._owes(member) and neighbour.has_ended() and self._owes(member):
+                raise peers.lost(member, ENDED)
+
+    def _owes(self, member: int) -> bool:
+        row = self.rows[member]
+        lent = list(self.open.items())
+        return row[EMPTIED] < self.started or any(
+            row[LENT + 4 * slot + TAKEN] < number for slot, number in lent
+        )
+
+
+def window_bytes_for(ranks_of_a_host: int) -> int:
+    """Return how large a window may be where so many ranks share a host's memory.
+
+    >>> window_bytes_for(2), window_bytes_for(8)
+    (2097152, 1048576)
+    """
+    share = ARENA_BYTES // (WINDOWS * ranks_of_a_host)
+    return max(64 << 10, min(WINDOW_BYTES, share // (64 << 10) * (64 << 10)))
+
+
+def segment_bytes(group_size: int, window_bytes: int) -> int:
+    """Return how much memory a board takes."""
+    return _arena_start(group_size) + WINDOWS * window_bytes
+
+
+def rows_of(segment: Segment, group_size: int) -> list[ctypes.Array[ctypes.c_int64]]:
+    """Return the rows of a board, one for every member."""
+    size = ctypes.sizeof(Row)
+    return [Row.from_buffer(segment.map, HEADER_BYTES + i * size) for i in range(group_size)]
+
+
+def arena_of(segment: Segment, group_size: int) -> torch.Tensor:
+    """Return the room for windows behind the rows."""
+    return segment.bytes(_arena_start(group_size))
+
+
+def _arena_start(group_size: int) -> int:
+    return -(-(HEADER_BYTES + group_size * ctypes.sizeof(Row)) // 4096) * 4096

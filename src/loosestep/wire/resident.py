@@ -1,0 +1,137 @@
+"""Parameters that live in shared memory, so that averaging them copies nothing.
+
+The storage of every parameter is moved once, when an averager is bound: one segment a rank, which
+all neighbours map. At a sync each rank sums its slice straight out of everybody's parameters and
+writes the mean to all of them. Addresses are stable afterwards; what pointed to the old storage
+(a view that was taken before) does not follow.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from loosestep.peers import Peers, Phase
+from loosestep.tensors import Named
+from loosestep.wire.board import Board, Home
+from loosestep.wire.links import board_of
+from loosestep.wire.mean import Mean
+from loosestep.wire.segments import Segment
+
+logger = logging.getLogger(__name__)
+
+_segments: weakref.WeakSet[Segment] = weakref.WeakSet()
+
+ALIGNMENT = 64  # bytes: what a vector unit likes
+
+
+class Resident(Mean):
+    """The exact mean of parameters that are moved into shared memory when bound.
+
+    The results are those of ``Mean`` to the bit. For ranks of one host on the CPU; elsewhere it is
+    refused, so that nobody waits for a speed that is not there. Bind before anything takes views
+    of parameters or captures their addresses.
+
+    Example::
+
+        attach(model, optimizer, post_local_sgd(period=8, reducer=Resident()))
+    """
+
+    def bind(self, named: Sequence[Named], peers: Peers) -> None:
+        """Move the parameters among ``named`` into memory that the group shares; collective."""
+        if peers.size == 1:
+            return
+        board, tensors = board_of(peers), [t for _, t in named if type(t) is torch.nn.Parameter]
+        refusal, segment = _refusal(board, tensors, peers), None
+        if tensors and not refusal:
+            try:
+                segment = _home_of(tensors) or _move(tensors)
+            except OSError as error:
+                refusal = f"no shared memory to be had: {error}"
+        talking = peers.during(Phase("sharing resident parameters"))
+        _introduce(board, segment, refusal, talking)
+
+    def __repr__(self) -> str:
+        return "Resident()"
+
+
+def _refusal(board: Board, tensors: Sequence[torch.Tensor], peers: Peers) -> str:
+    """Return why these parameters cannot be resident, or ''."""
+    host = next(members for members in board.hosts if peers.group_rank in members)
+    missing = [peers.global_ranks[m] for m in host if m not in board.neighbours]
+    missing.remove(peers.global_ranks[peers.group_rank])
+    if missing or not board.any_neighbours:
+        return f"ranks {missing or 'of other hosts'} are not reached through shared memory"
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        return f"parameters must be on the CPU, got {tensors[0].device}"
+    return ""
+
+
+def _home_of(tensors: Sequence[torch.Tensor]) -> Segment | None:
+    """Return the segment in which all of these live already, because of another level."""
+    for segment in _segments:
+        start = segment.bytes().data_ptr()
+        if all(start <= t.data_ptr() < start + segment.size for t in tensors):
+            return segment
+    return None
+
+
+def _move(tensors: Sequence[torch.Tensor]) -> Segment:
+    """Give the tensors' storages, each once, a place in a new segment."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    places, size = {}, 0
+    for address, storage in storages.items():
+        places[address] = size
+        size += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+    segment = Segment.create(size)
+    memory = segment.bytes()
+    for address, storage in storages.items():
+        old = torch.empty(0, dtype=torch.uint8).set_(storage)
+        memory[places[address] :][: old.numel()].copy_(old)
+    for tensor in tensors:
+        place = places[tensor.untyped_storage().data_ptr()]
+        # Ties survive: all that shared a storage share the new one.
+        tensor.data = _placed(tensor, memory, place)
+    _segments.add(segment)
+    return segment
+
+
+def _placed(like: torch.Tensor, memory: torch.Tensor, place: int) -> torch.Tensor:
+    offset = place // like.element_size() + like.storage_offset()
+    new = torch.empty(0, dtype=like.dtype)
+    return new.set_(memory.untyped_storage(), offset, like.shape, like.stride())
+
+
+def _introduce(board: Board, segment: Segment | None, refusal: str, peers: Peers) -> None:
+    """Let the neighbours map my segment and map theirs; raise on all where one cannot."""
+    key = len(board.shared) + 1
+    fd, size = (-1, 0) if segment is None else (segment.fd, segment.size)
+    cards = [json.loads(p) for p in peers.exchange(json.dumps([refusal, fd, size]).encode())]
+    for member, neighbour in board.neighbours.items():
+        said, fd, size = cards[member]
+        if not said and not refusal and size:
+            refusal = _open(neighbour.opened, key, neighbour.pid, fd, size)
+    reasons = [json.loads(payload) for payload in peers.exchange(json.dumps(refusal).encode())]
+    for rank, reason in zip(peers.global_ranks, reasons, strict=True):
+        if reason:
+            raise ValueError(
+                f"parameters cannot be resident on level {peers.level!r} (ranks "
+                f"{list(peers.global_ranks)}): rank {rank}: {reason}; use Mean(), which copies"
+            )
+    if segment is not None:
+        board.shared.append(Home(segment.bytes().data_ptr(), segment.size, key, segment))
+    logger.info("level %r: parameters are resident in shared memory", peers.level)
+
+
+def _open(opened: dict[int, torch.Tensor], key: int, pid: int, fd: int, size: int) -> str:
+    try:
+        segment = Segment.open(pid, fd, size)
+    except OSError as error:
+        return f"its memory cannot be mapped: {error}"
+    segment.seal()
+    opened[key] = segment.bytes()
+    return ""

@@ -1,0 +1,76 @@
+"""Memory that processes of one host share and that no crash can leave behind.
+
+A segment has no name: it is a ``memfd``, opened by the others through ``/proc/<pid>/fd``, which
+the kernel allows to processes of the same user. Nothing bounds it but the host's memory (a
+container's ``/dev/shm`` is often 64 MB), and it is gone with the last process that maps it. Where
+the kernel has no ``memfd``, a file in ``/dev/shm`` serves, unlinked as soon as it is open. Pages
+are asked for before they are touched: where there are none that is an error here, and not a
+SIGBUS in the middle of training.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+
+import torch
+
+SHARED_FOLDER = "/dev/shm"
+PAGE = mmap.PAGESIZE
+
+
+class Segment:
+    """A piece of shared memory, mapped into this process until nobody uses it any more."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd, self.size = fd, size
+        self.map = mmap.mmap(fd, size)
+
+    @classmethod
+    def create(cls, size: int) -> Segment:
+        """Make a new segment, filled with zeros."""
+        size = -(-max(size, 1) // PAGE) * PAGE
+        fd = _unnamed_file()
+        try:
+            os.posix_fallocate(fd, 0, size)
+            return cls(fd, size)
+        except OSError:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def open(cls, pid: int, fd: int, size: int) -> Segment:
+        """Map what another process of this host made, while it still has it open."""
+        mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(mine).st_size != size:
+                raise OSError(f"file {fd} of process {pid} is not what it said")
+            return cls(mine, size)
+        except OSError:
+            os.close(mine)
+            raise
+
+    def seal(self) -> None:
+        """Close the file: those who should have mapped it have."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+    def bytes(self, start: int = 0, length: int | None = None) -> torch.Tensor:
+        """Return the memory as a tensor; it stays mapped as long as that lives."""
+        stop = self.size if length is None else start + length
+        return torch.frombuffer(self.map, dtype=torch.uint8)[start:stop]
+
+    def __del__(self) -> None:
+        self.seal()
+
+
+def _unnamed_file() -> int:
+    try:
+        return os.memfd_create("loosestep", os.MFD_CLOEXEC)
+    except (AttributeError, OSError):  # an old kernel, or a sandbox
+        path = f"{SHARED_FOLDER}/loosestep-{secrets.token_hex(8)}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.unlink(path)
+        return fd

@@ -1,0 +1,224 @@
+"""One copy a host: reduce inside the host, average between hosts, hand out inside the host.
+
+Every rank of a host owns a slice. It takes the mean of its neighbours' versions (through memory),
+averages that with the ranks at its place on the other hosts, and hands the result to its
+neighbours. So what leaves a host is one copy of the buffer each way, however many ranks it has.
+
+    mean = mean over hosts of round(mean over the host's ranks)
+
+both as ``Mean`` defines it, in rank order; hosts count by the sum of their ranks' weights. Where
+the ranks of a host hold the same values, as after gradients were shared inside it, rounding the
+host's mean changes nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from loosestep.flat import slices
+from loosestep.groups import own_subgroup
+from loosestep.peers import Peers
+from loosestep.policies import choose
+from loosestep.tensors import Named
+from loosestep.wire.exchange import Task
+from loosestep.wire.links import board_of, largest
+from loosestep.wire.mean import Mean, MeanInFlight
+from loosestep.wire.pieces import InPieces, cut
+from loosestep.wire.reducer import Handle, Reducer
+
+logger = logging.getLogger(__name__)
+
+
+class Hosts(enum.Enum):
+    """Whether the ranks of a host hold the same values before a sync."""
+
+    DIFFER = "differ"  # they are averaged first
+    AGREE = "agree"  # gradients are shared inside the host at every step: nothing to average
+
+
+@dataclass(frozen=True)
+class Ways:
+    """A group seen as hosts: this rank's neighbours, and who is at its place elsewhere."""
+
+    inside: Peers
+    across: Peers
+
+
+class TwoLevel:
+    """Average inside hosts first and send one copy a host to the others, by ``inner``.
+
+    ``inner`` (default: the exact ``Mean``) works between hosts only, which is where compression
+    pays: ``TwoLevel(Int4())``. Hosts are told apart by name, or are ``ranks_per_host`` consecutive
+    ranks each. A group inside one host, and hosts with different numbers of ranks, which have no
+    common places, are averaged over all ranks directly: by ``Mean`` on one host, else by ``inner``.
+
+    >>> TwoLevel(ranks_per_host=2).bytes_on_wire(numel=8, dtype=torch.float32, group_size=4)
+    16
+    """
+
+    def __init__(
+        self,
+        inner: Reducer | None = None,
+        *,
+        hosts: Hosts | str = Hosts.DIFFER,
+        ranks_per_host: int | None = None,
+    ) -> None:
+        if ranks_per_host is not None and ranks_per_host < 1:
+            raise ValueError(f"ranks_per_host must be >= 1, got {ranks_per_host}")
+        self.inner: Reducer = Mean() if inner is None else inner
+        self.hosts, self.ranks_per_host = choose(Hosts, hosts), ranks_per_host
+        self.lossy = getattr(self.inner, "lossy", False)
+        self.on_nonfinite = getattr(self.inner, "on_nonfinite", None)
+        self._ways: weakref.WeakKeyDictionary[dist.ProcessGroup, Ways | None] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._hosts_of: dict[int, list[tuple[int, ...]]] = {}  # by the size of the group
+
+    def bind(self, named: Sequence[Named], peers: Peers) -> None:
+        """Make the process groups inside and between hosts; collective."""
+        if peers.size > 1:
+            self._ways_of(peers)
+
+    def start(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Handle:
+        """Launch the mean of ``buffer`` over ``peers``; a group's first call is collective."""
+        ways = None if peers.size == 1 else self._ways_of(peers)
+        if ways is None or ways.across.size == 1:
+            one_host = peers.size == 1 or len(self._hosts_of[peers.size]) == 1
+            return (Mean() if one_host else self.inner).start(buffer, peers, slot)
+        inside = replace(ways.inside, phase=peers.phase)
+        across = replace(ways.across, phase=peers.phase, weights=self._across_weights(peers, ways))
+        if inside.size == 1:
+            return self.inner.start(buffer, across, slot)
+
+        def launch(piece: torch.Tensor, name: str = slot) -> Handle:
+            task = Task(piece, inside)
+            return _ByHost(task, self.hosts, lambda mine: self.inner.start(mine, across, name))
+
+        most = largest(inside, buffer)
+        if buffer.nbytes <= most:
+            return launch(buffer)
+        numbered = enumerate(cut(buffer, most, inside.size * across.size))
+        pieces = iter([(f"{slot}, part {index}", piece) for index, piece in numbered])
+        return InPieces(pieces, lambda named: launch(named[1], named[0]))
+
+    def bytes_on_wire(
+        self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
+    ) -> int:
+        """Return what this rank sends to other hosts."""
+        hosts = self._partition(group_size)
+        mine = next(members for members in hosts if group_rank in members)
+        if len(hosts) == 1:
+            return Mean().bytes_on_wire(numel, dtype, group_size, group_rank)
+        if len({len(members) for members in hosts}) > 1:
+            return self.inner.bytes_on_wire(numel, dtype, group_size, group_rank)
+        start, stop = slices(numel, len(mine))[mine.index(group_rank)]
+        return self.inner.bytes_on_wire(stop - start, dtype, len(hosts), hosts.index(mine))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of ``inner``."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of ``inner``."""
+        self.inner.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        size = "" if self.ranks_per_host is None else f", ranks_per_host={self.ranks_per_host}"
+        return f"TwoLevel({self.inner}, {self.hosts.value}{size})"
+
+    def _partition(self, group_size: int) -> list[tuple[int, ...]]:
+        if self.ranks_per_host is not None:
+            return _blocks(group_size, self.ranks_per_host)
+        if group_size not in self._hosts_of:
+            raise ValueError(
+                f"TwoLevel has not met a group of {group_size} ranks yet and cannot know their "
+                "hosts; give ranks_per_host=..., or ask after the first sync"
+            )
+        return self._hosts_of[group_size]
+
+    def _ways_of(self, peers: Peers) -> Ways | None:
+        group = peers.process_group
+        assert group is not None, "a group of one exchanges nothing"
+        if group not in self._ways:
+            named = self.ranks_per_host is None
+            self._hosts_of[peers.size] = (
+                board_of(peers).hosts if named else _blocks(peers.size, self.ranks_per_host or 1)
+            )
+            self._ways[group] = self._make_ways(peers, self._hosts_of[peers.size])
+        return self._ways[group]
+
+    def _make_ways(self, peers: Peers, hosts: list[tuple[int, ...]]) -> Ways | None:
+        if len({len(members) for members in hosts}) > 1:
+            logger.info(
+                "level %r: hosts have %s ranks; all of them are averaged directly",
+                peers.level,
+                [len(members) for members in hosts],
+            )
+            return None
+        mine = next(members for members in hosts if peers.group_rank in members)
+        place = mine.index(peers.group_rank)
+        return Ways(_among(peers, mine), _among(peers, tuple(host[place] for host in hosts)))
+
+    def _across_weights(self, peers: Peers, ways: Ways) -> tuple[float, ...] | None:
+        """Return what every host counts: the weights of its ranks together."""
+        if peers.weights is None:
+            return None
+        weights, hosts = peers.weights, self._hosts_of[peers.size]
+        return tuple(sum(weights[member] for member in host) for host in hosts)
+
+
+class _ByHost(MeanInFlight):
+    """A buffer that is reduced inside the host, goes on to the others, and comes back."""
+
+    def __init__(self, task: Task, hosts: Hosts, onward: Callable[[torch.Tensor], Handle]) -> None:
+        super().__init__(task)
+        self._hosts, self._onward = hosts, onward
+        self._across: Handle | None = None
+
+    def advance(self) -> None:
+        """Sum my slice over the host and send it on."""
+        if self._across is None:
+            if self._hosts is Hosts.DIFFER:
+                self.reduce()
+            else:
+                self.ready()
+            self._across = self._onward(self.task.mine)
+
+    def wait(self) -> None:
+        """Take my slice back from the other hosts and hand it to the neighbours."""
+        self.advance()
+        assert self._across is not None
+        self._across.wait()
+        for place in super()._mirrors():
+            place.copy_(self.task.mine)
+        self.publish()
+        self.collect()
+        self.traffic.add(self._across.traffic)
+
+    def _mirrors(self) -> list[torch.Tensor]:
+        return []  # the host's own mean is nobody's result
+
+
+def _blocks(group_size: int, size: int) -> list[tuple[int, ...]]:
+    if group_size % size:
+        raise ValueError(
+            f"ranks_per_host must divide the group: {group_size} ranks are no multiple of {size}"
+        )
+    return [tuple(range(i, i + size)) for i in range(0, group_size, size)]
+
+
+def _among(peers: Peers, members: tuple[int, ...]) -> Peers:
+    """Return the peers among some members, on a process group of their own."""
+    ranks = tuple(peers.global_ranks[member] for member in members)
+    weights = None if peers.weights is None else tuple(peers.weights[m] for m in members)
+    group = None if len(ranks) == 1 else own_subgroup(peers.process_group, ranks, peers.timeout)
+    place = members.index(peers.group_rank)
+    return Peers(group, ranks, place, peers.level, weights, peers.timeout)
