@@ -1,0 +1,503 @@
+"""Compressing reducers on real ranks: the oracle's bits, exact bytes, memories, bad values."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from loosestep import (
+    Cast,
+    ErrorFeedback,
+    Int2,
+    Int4,
+    Int8,
+    Mean,
+    Native,
+    NonFinite,
+    NotFinite,
+    Rounding,
+    TopK,
+    average_,
+)
+from loosestep.groups import own_group, world_group
+from loosestep.peers import Message, Peers, Transfer, peers_of
+from loosestep.testing import RankPool
+
+SIZES = [0, 1, 2, 3, 5, 255, 257, 1000, 4999]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+REDUCERS: dict[str, Callable[[], Any]] = {
+    "int8": Int8,
+    "int8 of 7": lambda: Int8(7),
+    "int4": Int4,
+    "int2": Int2,
+    "topk": lambda: TopK(0.1),
+    "all": lambda: TopK(1.0),
+}
+
+
+def values(
+    rank: int, numel: int, dtype: torch.dtype = torch.float32, call: int = 0
+) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7919 * call + 31 * numel + rank)
+    return (torch.randn(numel, generator=generator) * (1 + rank)).to(dtype)
+
+
+# The oracle: what every codec does to values, written plainly, and the mean of two phases.
+
+
+def by_steps(x: torch.Tensor, most: int, block: int) -> torch.Tensor:
+    out = []
+    for lot in x.split(block):
+        scale = lot.abs().max() / most
+        out.append(torch.round(lot / scale) * scale if scale > 0 else lot * 0)
+    return torch.cat(out)
+
+
+def by_levels(x: torch.Tensor) -> torch.Tensor:
+    out = []
+    for lot in x.split(256):
+        rms = lot.double().square().mean().sqrt().float()
+        size = torch.where(lot.abs() > 0.9816 * rms, 1.510 * rms, 0.4528 * rms)
+        out.append(torch.where(lot < 0, -size, size))
+    return torch.cat(out)
+
+
+def by_size(x: torch.Tensor, density: float) -> torch.Tensor:
+    wanted = max(1, math.ceil(round(density * x.numel(), 6)))
+    order = x.abs().sort(descending=True, stable=True).indices[:wanted]
+    out = torch.zeros_like(x)
+    out[order] = x[order]
+    return out
+
+
+LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "int8": lambda x: by_steps(x, 127, 256),
+    "int8 of 7": lambda x: by_steps(x, 127, 7),
+    "int4": lambda x: by_steps(x, 7, 256),
+    "int2": by_levels,
+    "topk": lambda x: by_size(x, 0.1),
+    "all": lambda x: x,
+}
+
+
+def oracle(
+    replicas: Sequence[torch.Tensor], name: str, weights: Sequence[float] | None = None
+) -> torch.Tensor:
+    """Return what all ranks must hold: parts are lossy on the way there and on the way back."""
+    size, numel, dtype = len(replicas), replicas[0].numel(), replicas[0].dtype
+    if size == 1:
+        return replicas[0]
+    given = weights or [1.0] * size
+    parts = []
+    for p in range(size):
+        start, stop = numel * p // size, numel * (p + 1) // size
+        if start == stop:
+            continue
+        total = torch.zeros(stop - start)
+        for replica, weight in zip(replicas, given, strict=True):
+            if weight > 0:
+                share = torch.tensor(weight / sum(given), dtype=torch.float32)
+                total = total + share * LOSSES[name](replica[start:stop].float())
+        parts.append(LOSSES[name](total))
+    return torch.cat(parts).to(dtype) if parts else replicas[0]
+
+
+class Counting:
+    """Counts the bytes of all outgoing messages of this process."""
+
+    def __init__(self) -> None:
+        self.bytes, self._post = 0, Peers.post
+
+    def post(self, peers: Peers, messages: Sequence[Message], tag: int) -> list[Transfer]:
+        self.bytes += sum(m.tensor.nbytes for m in messages if m.outgoing)
+        return self._post(peers, messages, tag)
+
+
+def reduced(reducer: Any, buffer: torch.Tensor, peers: Peers, slot: str = "slot") -> Any:
+    """Reduce with all messages counted; check that bytes are what was said."""
+    counting = Counting()
+    with mock.patch.object(Peers, "post", lambda *args: counting.post(*args)):
+        handle = reducer.start(buffer, peers, slot)
+        handle.advance()
+        handle.wait()
+    said = reducer.bytes_on_wire(buffer.numel(), buffer.dtype, peers.size, peers.group_rank)
+    assert handle.traffic.bytes_sent == said == counting.bytes, (said, counting.bytes)
+    return handle
+
+
+def all_sizes(name: str, members: tuple[int, ...] | None = None) -> list[str]:
+    """Return what does not equal the oracle, over sizes, dtypes and weights."""
+    ranks = tuple(range(dist.get_world_size())) if members is None else members
+    if dist.get_rank() not in ranks:
+        return []
+    group = world_group() if members is None else own_group(ranks)
+    wrong = []
+    for weights in (None, tuple(float(r + 1) for r in range(len(ranks)))):
+        peers = peers_of(group, weights=weights)
+        for numel in SIZES:
+            for dtype in DTYPES:
+                mine = values(dist.get_rank(), numel, dtype)
+                expected = oracle([values(r, numel, dtype) for r in ranks], name, weights)
+                reduced(REDUCERS[name](), mine, peers)
+                if not torch.equal(mine, expected):
+                    wrong.append(f"{numel} {dtype} {weights}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", REDUCERS)
+def test_the_oracles_bits(pool: RankPool, name: str, world: int) -> None:
+    """All ranks hold the oracle's mean to the bit, having sent the bytes that were announced."""
+    assert pool.run(world, all_sizes, name) == [[]] * world
+
+
+@pytest.mark.parametrize("members", [(2, 3), (1, 2, 3)])
+@pytest.mark.parametrize("name", ["int8", "topk"])
+def test_subgroups(pool: RankPool, name: str, members: tuple[int, ...]) -> None:
+    """So it is in groups that do not begin with rank 0."""
+    assert pool.run(4, all_sizes, name, members) == [[]] * 4
+
+
+def by_averager(name: str) -> torch.Tensor:
+    mine = values(dist.get_rank(), 1000)
+    traffic = average_([mine], reducer=REDUCERS[name]())
+    assert traffic.bytes_sent > 0
+    return mine
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_averagers_take_them(pool: RankPool, name: str) -> None:
+    """``average_`` leaves the same values on all ranks."""
+    one, two, three = pool.run(3, by_averager, name)
+    assert torch.equal(one, two)
+    assert torch.equal(two, three)
+
+
+def measure_drift() -> tuple[float, float]:
+    mine = torch.full((1000,), 1.0 + 2 * dist.get_rank())
+    traffic = reduced(Int8(), mine, peers_of(world_group())).traffic
+    return traffic.deviation / traffic.samples, traffic.magnitude / traffic.samples
+
+
+def test_drift_is_measured(pool: RankPool) -> None:
+    """Replicas of 1 and 3 are 1 away from their mean of 2, whose square is 4."""
+    for deviation, magnitude in pool.run(2, measure_drift):
+        assert deviation == pytest.approx(1.0, rel=0.01)
+        assert magnitude == pytest.approx(4.0, rel=0.01)
+
+
+# Values that are not finite.
+
+
+def try_bad(policy: str, bad: dict[int, tuple[int, float]], weights: Any = None) -> dict[str, Any]:
+    """Put a value at a place of some ranks; reduce; then reduce something else on the group."""
+    rank = dist.get_rank()
+    peers = peers_of(world_group(), weights=weights)
+    outcome: dict[str, Any] = {"text": "", "ranks": (), "tensor": ""}
+    for name in ("int8", "topk", "feedback"):
+        reducer: Any = {
+            "int8": Int8(on_nonfinite=policy),
+            "topk": TopK(0.5, on_nonfinite=policy),
+            "feedback": ErrorFeedback(Int4(on_nonfinite=policy)),
+        }[name]
+        mine = values(rank, 600)
+        if rank in bad:
+            mine[bad[rank][0]] = bad[rank][1]
+        before, kept = mine.clone(), repr(reducer.state_dict())
+        try:
+            reduced(reducer, mine, peers, "fc.weight")
+        except NotFinite as error:
+            assert torch.equal(mine.view(torch.int32), before.view(torch.int32))
+            assert repr(reducer.state_dict()) == kept
+            outcome |= {"text": str(error), "ranks": error.ranks, "tensor": error.tensor}
+        outcome[name] = mine
+        again = values(rank, 600)
+        reduced(Int8(), again, peers, "other")
+        outcome["again"] = again
+    return outcome
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("place", [0, 599])
+def test_every_rank_raises_and_the_group_lives(pool: RankPool, place: int, value: float) -> None:
+    """The error names rank and slot everywhere, nothing changed, and the next mean is right."""
+    expected = oracle([values(r, 600) for r in range(3)], "int8")
+    for rank, outcome in enumerate(pool.run(3, try_bad, "raise", {1: (place, value)})):
+        assert outcome["text"].startswith(f"rank {rank}: ")
+        assert "on rank 1 while" in outcome["text"]
+        assert "'fc.weight'" in outcome["text"]
+        assert outcome["ranks"] == (1,)
+        assert outcome["tensor"] == "fc.weight"
+        assert torch.equal(outcome["again"], expected)
+
+
+def test_bad_ranks_can_be_skipped(pool: RankPool) -> None:
+    """All ranks get the mean of the good ones, as if the bad had a weight of 0."""
+    outcomes = pool.run(3, try_bad, "skip", {1: (5, math.nan)})
+    expected = oracle([values(r, 600) for r in range(3)], "int8", [1.0, 0.0, 1.0])
+    for outcome in outcomes:
+        assert outcome["text"] == ""
+        assert torch.equal(outcome["int8"], expected)
+        assert bool(outcome["feedback"].isfinite().all())
+
+
+def test_when_all_are_bad_there_is_nothing_to_skip_to(pool: RankPool) -> None:
+    """That is an error even under 'skip', and it names everybody."""
+    bad = {rank: (rank, math.inf) for rank in range(3)}
+    for outcome in pool.run(3, try_bad, "skip", bad):
+        assert outcome["ranks"] == (0, 1, 2)
+
+
+def test_a_weight_of_zero_leaves_a_rank_out(pool: RankPool) -> None:
+    """Its NaN is neither an error nor a part of the mean."""
+    weights = (2.0, 0.0, 1.0)
+    expected = oracle([values(r, 600) for r in range(3)], "int8", weights)
+    for outcome in pool.run(3, try_bad, "raise", {1: (0, math.nan)}, weights):
+        assert outcome["text"] == ""
+        assert torch.equal(outcome["int8"], expected)
+
+
+def too_large() -> tuple[int, ...]:
+    mine = torch.ones(10, dtype=torch.float64)
+    mine[3] = 1e300 if dist.get_rank() == 0 else 1.0
+    try:
+        Int8().start(mine, peers_of(world_group()), "slot").wait()
+    except NotFinite as error:
+        return error.ranks
+    return ()
+
+
+def test_float64_beyond_float32_is_refused(pool: RankPool) -> None:
+    """What would become an infinity on the way is not sent."""
+    assert pool.run(2, too_large) == [(0,), (0,)]
+
+
+def extremes(dtype: torch.dtype) -> bool:
+    """Reduce the largest and the smallest numbers with every reducer."""
+    finfo = torch.finfo(dtype)
+    for make in (*REDUCERS.values(), lambda: ErrorFeedback(Int2()), lambda: ErrorFeedback(Int8())):
+        reducer = make()
+        for _ in range(3):
+            for value in (finfo.max, -finfo.max, finfo.tiny, finfo.smallest_normal / 4):
+                mine = torch.full((700,), value, dtype=dtype)
+                mine[::3] = value / 2
+                reduced(reducer, mine, peers_of(world_group()))
+                if not mine.isfinite().all():
+                    return False
+    return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_finite_stays_finite(pool: RankPool, dtype: torch.dtype) -> None:
+    """Neither the largest numbers nor denormal ones become infinite or NaN."""
+    assert pool.run(3, extremes, dtype) == [True] * 3
+
+
+# Memory.
+
+FEEDBACK: dict[str, Callable[[], Any]] = {
+    "int8": lambda: ErrorFeedback(Int8()),
+    "int4": lambda: ErrorFeedback(Int4(rounding="stochastic", seed=3)),
+    "int2": lambda: ErrorFeedback(Int2()),
+    "topk": lambda: ErrorFeedback(TopK(0.05)),
+    "bf16": lambda: ErrorFeedback(Cast(torch.bfloat16)),
+}
+
+
+def conserve(name: str, members: tuple[int, ...], num_calls: int) -> dict[str, Any] | None:
+    """Return what was given, what came out, and what is kept at the end, all summed over time."""
+    if dist.get_rank() not in members:
+        return None
+    peers = peers_of(own_group(members), level="pair")
+    reducer = FEEDBACK[name]()
+    given = torch.zeros(1001, dtype=torch.float64)
+    got = torch.zeros_like(given)
+    for call in range(num_calls):
+        mine = values(dist.get_rank(), 1001, call=call)
+        given += mine
+        reduced(reducer, mine, peers)
+        got += mine
+    state = reducer.state_dict()
+    return {"given": given, "got": got, "sent": state["sent"], "mean": state["mean"]}
+
+
+@pytest.mark.parametrize("members", [(0, 1), (1, 2, 3)])
+@pytest.mark.parametrize("name", FEEDBACK)
+def test_nothing_is_lost(pool: RankPool, name: str, members: tuple[int, ...]) -> None:
+    """What came out, what the owners keep and the mean of what ranks keep is the mean given."""
+    results = [r for r in pool.run(4, conserve, name, members, 40) if r is not None]
+    given = torch.stack([r["given"] for r in results]).mean(0)
+    kept = torch.stack([r["sent"]["pair/slot"].double() for r in results]).mean(0)
+    owned = torch.cat([r["mean"]["pair/slot"] for r in results]).double()
+    for result in results:
+        assert torch.equal(result["got"], results[0]["got"])
+        assert torch.allclose(result["got"] + owned + kept, given, atol=1e-4, rtol=1e-4)
+    assert float(kept.abs().max()) > 0  # else this test would say nothing
+
+
+def both_sides() -> list[tuple[bool, bool]]:
+    """Say for two calls whether sent = given + kept before - kept after, here and at the owner."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    peers = peers_of(world_group())
+    reducer = ErrorFeedback(Int4())
+    start, stop = 999 * rank // world, 999 * (rank + 1) // world
+    kept, owned = torch.zeros(999), torch.zeros(stop - start)
+    checks = []
+    for call in range(3):
+        mine = values(rank, 999, call=call)
+        wanted = mine + kept
+        sent = torch.cat([by_steps(p, 7, 256) for p in wanted.split(999 // world)])
+        everyone = [torch.empty(999) for _ in range(world)]
+        dist.all_gather(everyone, sent)
+        total = torch.zeros(stop - start)
+        for replica in everyone:
+            total = total + torch.tensor(1 / world) * replica[start:stop]
+        result = by_steps(total + owned, 7, 256)
+        kept, owned = wanted - sent, total + owned - result
+        reduced(reducer, mine, peers)
+        state = reducer.state_dict()
+        memory = torch.equal(state["sent"]["group/slot"], kept)
+        checks.append(
+            (
+                memory and torch.equal(state["mean"]["group/slot"], owned),
+                torch.equal(mine[start:stop], result),
+            )
+        )
+    return checks
+
+
+def test_feedback_written_out(pool: RankPool) -> None:
+    """Residuals on both sides and results equal the definition to the bit, call after call."""
+    assert pool.run(3, both_sides) == [[(True, True)] * 3] * 3
+
+
+def resume(name: str) -> bool:
+    """Run six calls at once, and three and three with a checkpoint in between."""
+    peers = peers_of(world_group())
+
+    def run(reducer: Any, calls: range) -> list[torch.Tensor]:
+        results = []
+        for call in calls:
+            for slot in ("one", "two"):
+                mine = values(dist.get_rank(), 500, call=call)
+                reduced(reducer, mine, peers, slot)
+                results.append(mine)
+        return results
+
+    make = FEEDBACK[name] if name in FEEDBACK else lambda: Int8(rounding="stochastic")
+    whole = run(make(), range(6))
+    first, second = make(), make()
+    halves = run(first, range(3))
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    run(first, range(3, 4))  # what goes on must not change what was saved
+    second.load_state_dict(torch.load(file, weights_only=True))
+    halves += run(second, range(3, 6))
+    return all(torch.equal(a, b) for a, b in zip(whole, halves, strict=True))
+
+
+@pytest.mark.parametrize("name", [*FEEDBACK, "chance"])
+def test_resumed_is_uninterrupted(pool: RankPool, name: str) -> None:
+    """With the state loaded, the bits go on as if nothing had happened."""
+    assert pool.run(2, resume, name) == [True, True]
+
+
+def chances() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    peers = peers_of(world_group())
+    reducer, other = (Int4(rounding="stochastic", seed=seed) for seed in (0, 1))
+    results = []
+    for one, slot in ((reducer, "a"), (reducer, "a"), (reducer, "b"), (other, "a")):
+        mine = torch.linspace(-1, 1, 300)
+        reduced(one, mine, peers, slot)
+        results.append(mine)
+    assert len({tuple(r.tolist()) for r in results}) == 4, "calls, slots and seeds differ"
+    return torch.stack(results)
+
+
+def test_chances_differ_and_ranks_agree(pool: RankPool) -> None:
+    """Every call, slot and seed rounds in its own way; all ranks end equal in each."""
+    one, two = pool.run(2, chances)
+    assert torch.equal(one, two)
+
+
+def wrong_size() -> str:
+    reducer = ErrorFeedback(Int8())
+    peers = peers_of(world_group())
+    reducer.start(torch.ones(10), peers, "slot").wait()
+    try:
+        reducer.start(torch.ones(12), peers, "slot")
+    except ValueError as error:
+        reducer.load_state_dict({})
+        reducer.start(torch.ones(12), peers, "slot").wait()
+        return str(error)
+    return ""
+
+
+def test_a_memory_that_does_not_fit(pool: RankPool) -> None:
+    """The error has both sizes and the way out, which works."""
+    for text in pool.run(2, wrong_size):
+        assert "10 values for 'group/slot'" in text
+        assert "12 now" in text
+        assert "load_state_dict({})" in text
+
+
+# By construction.
+
+
+@pytest.mark.parametrize("inner", [Mean(), Native(), Cast(torch.bfloat16, Native())])
+def test_feedback_needs_something_lossy(inner: Any) -> None:
+    """Where nothing is dropped, or somebody else drops it, there is nothing to keep."""
+    with pytest.raises(ValueError, match="drops nothing that could be kept"):
+        ErrorFeedback(inner)
+
+
+def test_reducers_say_what_they_are() -> None:
+    """Ranks compare strategies by repr, so settings are in it; lossy ones say so."""
+    assert repr(Int8()) == "Int8(block=256, rounding='nearest', on_nonfinite='raise')"
+    assert "seed=7" in repr(Int4(rounding=Rounding.STOCHASTIC, seed=7))
+    assert repr(TopK(0.1, on_nonfinite="skip")) == "TopK(0.1, on_nonfinite='skip')"
+    assert repr(ErrorFeedback(Int2(64))).startswith("ErrorFeedback(Int2(block=64, ")
+    lossy: list[Any] = [Int8(), Int4(), Int2(), TopK(0.1), Cast(torch.float16)]
+    assert all(reducer.lossy for reducer in [*lossy, *map(ErrorFeedback, lossy)])
+    assert not Native().lossy
+    assert not Mean().lossy
+
+
+def test_names_are_checked_at_once() -> None:
+    """A wrong name lists the right ones."""
+    with pytest.raises(ValueError, match=r"'nearest', 'stochastic'.*'random'"):
+        Int8(rounding="random")
+    with pytest.raises(ValueError, match=r"'raise', 'skip'.*'ignore'"):
+        TopK(0.1, on_nonfinite="ignore")
+    assert TopK(0.1, on_nonfinite=NonFinite.SKIP).on_nonfinite is NonFinite.SKIP
+
+
+def test_strange_states_are_refused() -> None:
+    """A state of another reducer is not taken silently."""
+    with pytest.raises(ValueError, match="another reducer"):
+        Int8().load_state_dict({"calls": {"a": 1}})
+    with pytest.raises(ValueError, match="another reducer"):
+        ErrorFeedback(Int8()).load_state_dict({"calls": {}})
+
+
+def integers() -> str:
+    try:
+        Int8().start(torch.ones(4, dtype=torch.int64), peers_of(world_group()), "count")
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def test_integers_are_refused(pool: RankPool) -> None:
+    """Only floating values are encoded."""
+    for text in pool.run(2, integers):
+        assert "int64 in 'count'" in text
+        assert "Mean()" in text
