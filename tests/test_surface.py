@@ -29,7 +29,7 @@ Strategy Sync Telemetry TensorBoard Topology after always attach average_ averag
 average_parameters_or_parameter_groups ddp every get_params_to_average hierarchical_sgd levels
 post_localSGD_hook post_local_sgd
 ZeroOptions ZeroRedundancyOptimizer hook_with_zero_step hook_with_zero_step_interleaved
-Sharding zero
+Sharding zero Hosts Resident TwoLevel
 ErrorFeedback Int2 Int4 Int8 NonFinite NotFinite Rounding TopK
 """.split()
 

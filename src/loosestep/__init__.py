@@ -42,6 +42,7 @@ from loosestep.topology import Topology
 from loosestep.wire import (
     Cast,
     ErrorFeedback,
+    Hosts,
     Int2,
     Int4,
     Int8,
@@ -49,8 +50,10 @@ from loosestep.wire import (
     Native,
     NonFinite,
     Reducer,
+    Resident,
     Rounding,
     TopK,
+    TwoLevel,
 )
 
 __version__ = "0.1.0"
@@ -63,6 +66,7 @@ __all__ = [
     "Clock",
     "ErrorFeedback",
     "HierarchicalModelAverager",
+    "Hosts",
     "Initial",
     "Int2",
     "Int4",
@@ -83,6 +87,7 @@ __all__ = [
     "PostLocalSGDState",
     "RankMismatch",
     "Reducer",
+    "Resident",
     "Rounding",
     "Schedule",
     "Sharding",
@@ -92,6 +97,7 @@ __all__ = [
     "TensorBoard",
     "TopK",
     "Topology",
+    "TwoLevel",
     "ZeroOptions",
     "ZeroRedundancyOptimizer",
     "after",

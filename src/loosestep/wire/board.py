@@ -1,8 +1,9 @@
 """What the neighbours on this host have told this rank, and the way to tell them.
 
 Every rank has a *board* in shared memory: a row of numbers for each member of a group, and behind
-them room for data. A rank writes how far it is into its row on its neighbours' boards and polls
-only its own. So telling is a store, waiting is a load, and the kernel is not asked.
+them room for data. A rank writes how far it is into its row on its neighbours' boards and watches
+only its own. Telling is a store; a rank that waits sleeps until the kernel wakes it (a futex), so
+that more ranks than cores do not take each other's time.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ import platform
 import select
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from loosestep.peers import Peers
-from loosestep.wire.kernel import copy_from
+from loosestep.wire.kernel import copy_from, sleep_on, wake
 from loosestep.wire.segments import Segment
 from loosestep.wire.shelf import Shelf
 
@@ -36,10 +36,8 @@ ADDRESS, OFFERED, TAKEN = 0, 1, 2
 COLUMNS = LENT + 4 * SLOTS
 
 PROBE_SECONDS = 0.02  # how often a waiting rank looks whether its neighbours live
-SPIN_SECONDS = 0.0002  # how long it only yields its core: the neighbours may be nearly there
-NAP_SECONDS = 0.00005  # then it sleeps between looks, and leaves the core to those it waits for
-LONGEST_NAP_SECONDS = 0.001  # the longer it has waited, the less an extra moment matters
-NAP_SHARE = 0.05  # of the time waited so far
+SPINS = 20  # looks before it goes to sleep: the neighbours may be nearly there
+NAP_SECONDS = 0.0002  # between looks, where the kernel cannot wake a rank when there is news
 
 Row = ctypes.c_int64 * COLUMNS
 HEADER_BYTES = 64  # a random number at the front, by which neighbours know that they have met
@@ -76,9 +74,11 @@ class Neighbour:
     arena: torch.Tensor  # its windows
     opened: dict[int, torch.Tensor] = field(default_factory=dict)  # resident storage, by key
     copies: dict[int, torch.Tensor] = field(default_factory=dict)  # of what it lends, by key
+    address: int = 0  # of that row
     _watch: int = -1  # a file descriptor that tells when it ends
 
     def __post_init__(self) -> None:
+        self.address = ctypes.addressof(self.row)
         try:
             self._watch = os.pidfd_open(self.pid)
         except (AttributeError, OSError):
@@ -131,38 +131,40 @@ class Board:
         return list(self.neighbours)
 
     def tell(self, member: int, column: int, value: int) -> None:
-        """Write a number into my row on a neighbour's board."""
+        """Write a number into my row on a neighbour's board, and wake it if it waits for that."""
+        neighbour = self.neighbours[member]
         _fence()
-        self.neighbours[member].row[column] = value
+        neighbour.row[column] = value
+        wake(neighbour.address + 8 * column)
 
     def tell_all(self, column: int, value: int) -> None:
         """Tell all neighbours."""
-        _fence()
+        for member in self.neighbours:
+            self.tell(member, column, value)
+
+    def note(self, column: int, value: int) -> None:
+        """Tell all neighbours something that nobody waits for."""
         for neighbour in self.neighbours.values():
             neighbour.row[column] = value
 
     def wait(self, peers: Peers, member: int, column: int, value: int) -> None:
         """Return when a neighbour has reached ``value``; raise when it died or is too slow."""
         row = self.rows[member]
-        if row[column] < value:
-            self._wait_until(peers, member, lambda: row[column] >= value)
+        if row[column] < value and not _comes_soon(row, column, value):
+            self._sleep(peers, member, column, value)
         _fence()
 
-    def _wait_until(self, peers: Peers, member: int, reached: Callable[[], bool]) -> None:
+    def _sleep(self, peers: Peers, member: int, column: int, value: int) -> None:
+        row = self.rows[member]
+        address = ctypes.addressof(row) + 8 * column
         began, limit = time.monotonic(), peers.seconds
-        probe_at = began + PROBE_SECONDS
-        while not reached():
-            now = time.monotonic()
-            if now - began > limit:
+        while (now := row[column]) < value:
+            if time.monotonic() - began > limit:
                 raise peers.lost(member, f"no answer within {limit:g} s")
-            if now > probe_at:
+            if not sleep_on(address, now, PROBE_SECONDS):
+                time.sleep(NAP_SECONDS)
+            if row[column] < value:
                 self._look_round(peers)
-                probe_at = now + PROBE_SECONDS
-            if now - began < SPIN_SECONDS:
-                os.sched_yield()
-            else:
-                nap = NAP_SHARE * (now - began)
-                time.sleep(min(LONGEST_NAP_SECONDS, max(NAP_SECONDS, nap)))
 
     def _look_round(self, peers: Peers) -> None:
         """Raise if a neighbour that still owes something is gone.
@@ -179,6 +181,10 @@ class Board:
         return row[EMPTIED] < self.started or any(
             row[LENT + 4 * slot + TAKEN] < number for slot, number in lent
         )
+
+
+def _comes_soon(row: ctypes.Array[ctypes.c_int64], column: int, value: int) -> bool:
+    return any(row[column] >= value for _ in range(SPINS))
 
 
 def window_bytes_for(ranks_of_a_host: int) -> int:

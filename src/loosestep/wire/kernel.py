@@ -1,15 +1,24 @@
-"""Copying between the memory of two processes, by the kernel: many spans in one call."""
+"""What the kernel does for processes that share memory: copy between them, and wake each other."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import os
+import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 Spans = Sequence[tuple[int, int]]  # address and length in bytes
 MOST_SPANS = 1024  # what the kernel takes in one call
+
+
+FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98}  # of the system call, by machine
+FUTEX_WAIT, FUTEX_WAKE = 0, 1
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 class _IoVec(ctypes.Structure):
@@ -71,3 +80,39 @@ def _kernel_copy(name: str) -> ctypes._NamedFuncPointer | None:
         function.restype = ctypes.c_ssize_t
         function.argtypes = [ctypes.c_int, vectors, ctypes.c_ulong, vectors] + [ctypes.c_ulong] * 2
     return function
+
+
+def sleep_on(address: int, value: int, seconds: float) -> bool:
+    """Sleep while the 32 bits at ``address`` are ``value``, until woken or time is up.
+
+    False: the kernel cannot; sleep some other way.
+    """
+    call = _futex()
+    if call is None:
+        return False
+    whole = int(seconds)
+    limit = _TimeSpec(whole, int((seconds - whole) * 1e9))
+    call(FUTEX_WAIT, address, value & 0xFFFFFFFF, ctypes.byref(limit))
+    return True
+
+
+def wake(address: int) -> None:
+    """Wake all that sleep on ``address``, in whatever process."""
+    call = _futex()
+    if call is not None:
+        call(FUTEX_WAKE, address, 0x7FFFFFFF, None)
+
+
+@functools.cache
+def _futex() -> Callable[..., int] | None:
+    number = FUTEX_NUMBER.get(platform.machine())
+    if number is None or not sys.platform.startswith("linux"):
+        return None
+    system_call = ctypes.CDLL(None).syscall
+
+    def call(operation: int, address: int, value: int, limit: object) -> int:
+        where, word = ctypes.c_void_p(address), ctypes.c_uint32(value)
+        result: int = system_call(number, where, operation, word, limit, None, 0)
+        return result
+
+    return call

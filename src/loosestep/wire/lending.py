@@ -86,8 +86,8 @@ class Slot:
             self._board.shelf.give(lent)
 
     def _offer(self, address: int, detail: int) -> None:
-        self._board.tell_all(self._column(ADDRESS), address)
-        self._board.tell_all(self._column(DETAIL), detail)
+        self._board.note(self._column(ADDRESS), address)
+        self._board.note(self._column(DETAIL), detail)
         self._board.tell_all(self._column(OFFERED), self._number)
 
     def _column(self, mark: int) -> int:

@@ -91,7 +91,7 @@ class MemoryExchange:
             buffer = self._task.buffer
             self._window[: self._first].copy_(buffer[: self._first])
             self._window[self._last :].copy_(buffer[self._last :])
-        self._board.tell_all(PLACES + self._number % WINDOWS, self._place)
+        self._board.note(PLACES + self._number % WINDOWS, self._place)
         self._board.tell_all(STAGED, self._number)
 
     def _place_of(self, member: int) -> int:
