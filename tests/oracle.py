@@ -72,6 +72,7 @@ def train_replicas(
     """Train one replica a rank in this process and return them by rank."""
     nets = {rank: copy.deepcopy(make_net()) for rank in topology.ranks}
     optimizers = {rank: make_optimizer(net) for rank, net in nets.items()}
+    launched: tuple[int, dict[int, list[torch.Tensor]]] | None = None
     for step in range(steps):
         for rank, net in nets.items():
             optimizers[rank].zero_grad()
@@ -82,11 +83,36 @@ def train_replicas(
                 _share_gradients([nets[rank] for rank in group])
         for optimizer in optimizers.values():
             optimizer.step()
+        if launched is not None and step + 1 == launched[0] + strategy.overlap_steps:
+            for rank, differences in launched[1].items():
+                _add(nets[rank], differences)
+            launched = None
         level = strategy.schedule(step + 1).parameters
-        if level is not None:
+        if level is not None and strategy.overlap_steps:
+            groups = [{rank: nets[rank] for rank in group} for group in topology.levels[level]]
+            launched = (step + 1, {r: d for group in groups for r, d in _differences(group)})
+        elif level is not None:
             for group in topology.levels[level]:
                 average([nets[rank] for rank in group])
     return nets
+
+
+@torch.no_grad()
+def _differences(nets: dict[int, Net]) -> list[tuple[int, list[torch.Tensor]]]:
+    """Return, for every rank, how far each of its tensors is from the mean."""
+    means = copy.deepcopy(list(nets.values()))
+    average(means)
+    mean = [*means[0].parameters(), *means[0].buffers()]
+    return [
+        (rank, [m - own for m, own in zip(mean, [*net.parameters(), *net.buffers()], strict=True)])
+        for rank, net in nets.items()
+    ]
+
+
+@torch.no_grad()
+def _add(net: Net, differences: list[torch.Tensor]) -> None:
+    for tensor, by in zip([*net.parameters(), *net.buffers()], differences, strict=True):
+        tensor += by
 
 
 def _share_gradients(nets: list[Net]) -> None:

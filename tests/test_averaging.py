@@ -266,7 +266,7 @@ def ties() -> tuple[bool, float]:
     two.data = one.data.t()
     reducer = RecordingReducer()
     average_([("one", one), ("two", two)], reducer=reducer)
-    assert [call[:2] for call in reducer.calls] == [("one", 16)]
+    assert [call[:2] for call in reducer.calls] == [("0 one", 16)]
     return one.data_ptr() == two.data_ptr(), float(two.detach().mean())
 
 
@@ -330,10 +330,10 @@ def recorded() -> list[tuple[str, int, torch.dtype]]:
     reducer = RecordingReducer()
     tensors = {"a": torch.ones(3), "b": torch.ones(2, 2), "half": torch.ones(5).bfloat16()}
     average_(list(tensors.items()), reducer=reducer)
-    return reducer.calls
+    return [(slot.split(" #")[0], numel, dtype) for slot, numel, dtype in reducer.calls]
 
 
 def test_small_tensors_share_a_buffer_for_each_dtype(pool: RankPool) -> None:
     """Seven float32 numbers travel as one buffer, five bfloat16 as another."""
-    expected = [("a and 1 more", 7, torch.float32), ("half", 5, torch.bfloat16)]
+    expected = [("0 a and 1 more", 7, torch.float32), ("0 half", 5, torch.bfloat16)]
     assert pool.run(2, recorded) == [expected] * 2

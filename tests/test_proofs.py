@@ -57,6 +57,18 @@ def make_hierarchical(topology: Topology) -> Strategy:
     return hierarchical_sgd({"pair": 2, "world": 6}, topology=topology)
 
 
+def make_post_local_overlapped(topology: Topology) -> Strategy:
+    return post_local_sgd(3, warmup_steps=2, gradients="pair", topology=topology, overlap_steps=2)
+
+
+def make_local_overlapped(topology: Topology) -> Strategy:
+    return post_local_sgd(4, warmup_steps=0, gradients=None, topology=topology, overlap_steps=3)
+
+
+def make_hierarchical_overlapped(topology: Topology) -> Strategy:
+    return hierarchical_sgd({"pair": 2, "world": 6}, topology=topology, overlap_steps=2)
+
+
 def make_zero(topology: Topology) -> Strategy:
     return zero(topology=topology)
 
@@ -74,6 +86,9 @@ RECIPES: dict[str, Make] = {
     "post_local_sgd": make_post_local,
     "local_sgd": make_local,
     "hierarchical_sgd": make_hierarchical,
+    "post_local_sgd, overlapped": make_post_local_overlapped,
+    "local_sgd, overlapped": make_local_overlapped,
+    "hierarchical_sgd, overlapped": make_hierarchical_overlapped,
     "zero": make_zero,
     "zero, periodic": make_zero_periodic,
     "zero, hierarchical": make_zero_hierarchical,
@@ -338,7 +353,10 @@ def run_out_of_batches(recipe: str, batches: list[int]) -> dict[str, torch.Tenso
     return snapshot(net)
 
 
-@pytest.mark.parametrize("recipe", ["local_sgd", "hierarchical_sgd"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["local_sgd", "hierarchical_sgd", "local_sgd, overlapped", "hierarchical_sgd, overlapped"],
+)
 @pytest.mark.parametrize("batches", [[7, 7, 7], [7, 12, 3], [1, 20, 20]], ids=str)
 def test_ranks_may_run_out_of_batches(pool: RankPool, recipe: str, batches: list[int]) -> None:
     """``finalize`` answers the others' syncs until all are done; all end with one model."""

@@ -7,10 +7,9 @@ after it        the clock ticks, the schedule says which level averages, it aver
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from loosestep.adapting import check_sharded, make_adapter
-from loosestep.binding import Progress
 from loosestep.clock import Clock
 from loosestep.errors import NotAttachable
 from loosestep.groups import require_process_group
@@ -31,7 +29,8 @@ from loosestep.policies import unwrap_compiled
 from loosestep.recipes import Strategy
 from loosestep.replica import Replica, ShardedReplica
 from loosestep.scaling import ScalerWatch
-from loosestep.schedule import chains_of, next_sync
+from loosestep.schedule import chains_of
+from loosestep.syncing import Syncs
 from loosestep.telemetry import Telemetry
 from loosestep.topology import Topology
 
@@ -86,21 +85,29 @@ class Attached:
         self.clock, self.telemetry = Clock(), telemetry
         self.topology = _own_topology(strategy.topology, self.model, timeout)
         _check_levels(strategy, self.topology)
-        self._clean = False  # whether no step was taken since the widest level averaged
         self._idle = False  # whether this step only creates optimizer state
         self._sharing = GradientSharing(
             self.clock, strategy.schedule, self.topology.peers, telemetry
         )
+        # Gradients travel while an average is under way: then it needs process groups of its own.
+        self._air = _twin(self.topology) if strategy.overlap_steps else self.topology
         try:
-            self._replica = self._make_replica(scaler)
-            self._replica.settle()
-            self._adapter = make_adapter(
-                self.model, self._sharing, self._replica, self.topology, strategy
-            )
+            self._settle(scaler)
         except BaseException:
-            self.topology.close()
+            self._close_groups()
             raise
         self._hook(scaler)
+
+    def _settle(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Compare what the ranks have, start from one point, and connect gradients."""
+        strategy, replica = self.strategy, self._make_replica(scaler)
+        replica.settle()  # first: ranks whose strategies differ need not make the same groups
+        for level in self.topology.levels:  # now, and not in the middle of a backward
+            self.topology.peers(level)
+        self._syncs = Syncs(
+            replica, strategy.schedule, self.clock, self.telemetry, strategy.overlap_steps
+        )
+        self._adapter = make_adapter(self.model, self._sharing, replica, self.topology, strategy)
 
     def _hook(self, scaler: torch.amp.GradScaler | None) -> None:
         """Begin to act on the optimizer's steps."""
@@ -136,37 +143,34 @@ class Attached:
         syncs with its own last parameters until all have come here. (Where gradients are shared
         at every step there is nothing to answer with; give all ranks the same number of batches.)
         """
-        schedule = self.strategy.schedule
-        if not schedule.parameter_levels():
-            return
-        step, widest = self.clock.step, self._replica.widest
-        comes_again = next_sync(schedule, step, widest) is not None
-        while (upcoming := next_sync(schedule, step)) is not None:
-            step, level = upcoming
-            done = self._sync(level, step, final=True)
-            if done and level == widest:
-                return
-            if done and not comes_again:
-                break
-        self._sync(widest, step, final=True)
+        self._syncs.finalize()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return clock and reducer state as plain data: no process groups, nothing to unpickle."""
+        """Return clock, reducer and averages as plain data: no process groups, no pickle.
+
+        An average under way is waited for (the other ranks' are then on their way too) and saved
+        as what is still to be applied; training goes on as if nothing had been saved.
+        """
+        syncs = self._syncs.state_dict()  # first: what is under way changes the reducer's state
         return {
             "version": VERSION,
             "clock": self.clock.state_dict(),
             "reducer": self.strategy.reducer.state_dict(),
+            **syncs,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where ``state_dict`` was taken, also in the middle of a period."""
+        """Continue where ``state_dict`` was taken, also in the middle of a period.
+
+        All ranks load together; an average that is under way is dropped.
+        """
         if state_dict.get("version") != VERSION:
             raise ValueError(
                 f"this state has version {state_dict.get('version')!r}, expected {VERSION}; "
                 "was it written by attach(...).state_dict()?"
             )
+        self._syncs.load_state_dict(state_dict)  # first: what is under way uses the reducer
         self.clock.load_state_dict(state_dict["clock"])
-        self._clean = False
         self.strategy.reducer.load_state_dict(state_dict["reducer"])
         self._follow_gradients()
 
@@ -174,21 +178,13 @@ class Attached:
         """Return bytes, seconds, syncs and drift since the start, by ``kind/level``."""
         return self.telemetry.metrics()
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self) -> AbstractContextManager[None]:
         """Hold the average of all replicas inside the ``with`` block, for evaluation or saving.
 
         Training is not disturbed: afterwards every rank has its own parameters again. Needs one
         copy of the model, and all ranks must enter together.
         """
-        kept = [(tensor, tensor.detach().clone()) for tensor in self._replica.touched()]
-        try:
-            self._replica.average_weights(self.clock.step)
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, copy in kept:
-                    tensor.copy_(copy)
+        return self._syncs.averaged()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Keep gradients local inside the block: for all micro-batches but the last."""
@@ -206,7 +202,11 @@ class Attached:
             self._scaler.close()
         if self._link is not None:
             self._link.close()
-        self._replica.close()
+        self._syncs.close()
+        self._close_groups()
+
+    def _close_groups(self) -> None:
+        self._air.close()
         self.topology.close()
 
     def __enter__(self) -> Attached:
@@ -231,25 +231,8 @@ class Attached:
     def _step_done(self) -> None:
         """Count the step and average if it is due."""
         self._sharing.record(self.clock.step)
-        self._clean = False
-        step = self.clock.tick()
-        level = self.strategy.schedule(step).parameters
-        if level is not None:
-            self._sync(level, step)
+        self._syncs.follow(self.clock.tick())
         self._follow_gradients()
-
-    def _sync(self, level: str, step: int, *, final: bool = False) -> bool:
-        """Average over ``level``; return whether all its ranks have said that they are final."""
-        began, widest = time.perf_counter(), self._replica.widest
-        agreed = self._replica.agree(level, Progress(step, final, self._clean))
-        done = all(header.final for header in agreed.headers)
-        if done and (level != widest or all(header.clean for header in agreed.headers)):
-            return True  # the widest level will average all of it anyway, or has done so
-        traffic = self._replica.average(level, agreed)
-        self.telemetry.synced(self.clock.step, level, began, traffic)
-        self._replica.forget_state()
-        self._clean = level == widest
-        return done
 
     def _follow_gradients(self) -> None:
         """Let DDP broadcast buffers while gradients are shared by all, and not in local phases."""
@@ -261,7 +244,7 @@ class Attached:
     # What is settled at the start.
 
     def _make_replica(self, scaler: torch.amp.GradScaler | None) -> Replica:
-        parts = (self.strategy, self.topology)
+        parts = (self.strategy, self._air)
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
             check_sharded(self.model, self.optimizer, self.strategy, scaler)
             return ShardedReplica(self.model, self.optimizer, *parts)
@@ -286,6 +269,11 @@ def _own_topology(
         if isinstance(model, DistributedDataParallel):
             ranks = dist.get_process_group_ranks(model.process_group)
         return Topology.from_hosts(ranks=ranks, timeout=timeout)
+    return _twin(topology, timeout)
+
+
+def _twin(topology: Topology, timeout: float | None = None) -> Topology:
+    """Return the same levels with other process groups."""
     return Topology(
         topology.levels,
         weights=topology.weights,

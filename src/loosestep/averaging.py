@@ -1,24 +1,26 @@
-"""Averaging named tensors in place: agree, cut into windows, pack, reduce, write back.
+"""Averaging named tensors in place: agree with the other ranks, cut into windows, send them.
 
 agree       all ranks mean the same tensors, schedule and step, or all raise
-launch      a few windows at a time, so that memory stays bounded
-advance     sum what has arrived, launch the way back
-finish      write back; ``data_ptr``, strides and views are what they were
+start       launch the first windows
+finish      carry all of them through and write them back (see ``pipeline``)
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from loosestep.binding import Header, Progress, Statement, agree, state
-from loosestep.flat import STAGING, WINDOW_BYTES, Window, pack, unpack, windows
+from loosestep.finite import first_nonfinite, not_finite, ranks_without
+from loosestep.flat import WINDOW_BYTES, windows
 from loosestep.groups import own_subgroup, private_twin, require_process_group, world_group
 from loosestep.peers import Peers, Phase, peers_of
+from loosestep.pipeline import Averaging, Direct, Job, Sender, jobs_of
+from loosestep.policies import Parts
+from loosestep.references import Differences, References, remember
 from loosestep.replicas import fingerprints
 from loosestep.tensors import (
     Holders,
@@ -30,11 +32,8 @@ from loosestep.tensors import (
     unique,
 )
 from loosestep.topology import check_weights
-from loosestep.wire import Handle, Mean, Native, Reducer, Traffic, links
+from loosestep.wire import Mean, Reducer, Traffic, links
 from loosestep.wire.native import First
-
-BUDGET_BYTES = 12 << 20  # what they may take together, in each direction; one is always allowed
-COUNTER_WINDOW_BYTES = 512 << 10  # counters are widened to 8 bytes on the way
 
 
 @torch.no_grad()
@@ -48,7 +47,10 @@ def average_(
 ) -> Traffic:
     """Replace every tensor by its mean over the ranks of ``group`` (default: the world), in place.
 
-    ``weights`` gives one number a rank of the group, ``timeout`` seconds for every wait.
+    ``weights`` gives one number a rank of the group, ``timeout`` seconds for every wait. A call
+    has no memory, so a lossy ``reducer`` compresses the values themselves, not how far they moved
+    since the last sync, as averagers that live longer do: of a model's parameters little is left
+    at four bits.
 
     Example::
 
@@ -84,13 +86,15 @@ class Agreed:
     shard_keys: dict[str, str]
     headers: list[Header]
     step: int
+    skipped: tuple[int, ...] = ()  # global ranks that have no say, since theirs is not finite
 
 
 class Averager:
     """Averages tensors over one group, as often as asked.
 
     ``agreements`` are further lines that must be equal on all ranks, such as the schedule.
-    ``subset`` makes the peers for some of the ranks; sharded tensors need it.
+    ``subset`` makes the peers for some of the ranks; sharded tensors need it. With ``references``
+    a lossy reducer is given differences to the last sync's result, and costs a copy of it.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class Averager:
         agreements: Sequence[str] = (),
         subset: Callable[[tuple[int, ...]], Peers] | None = None,
         window_bytes: int = WINDOW_BYTES,
+        references: References | None = None,
     ) -> None:
         self.peers = peers
         self._window_bytes = window_bytes
@@ -109,6 +114,7 @@ class Averager:
         self._subset = subset or (lambda ranks: _own_peers(peers, ranks))
         self._shards: dict[str, tuple[Holders, Peers]] = {}
         self._bound = False  # whether the reducer has seen the tensors
+        self._references = references if is_lossy(self.reducer) else None
 
     def agree(
         self,
@@ -122,22 +128,25 @@ class Averager:
         """
         refusal: ValueError | TypeError | None = None
         parts: list[Named] = []
+        bad = ""
         try:
             check_averageable(named)
             self._check_device(named[0][1].device)
             parts = memory(named)
             statement = state([*_originals(parts, named), *counters], *self._agreements)
+            bad = first_nonfinite(parts) if self._needs_finite else ""
         except (ValueError, TypeError) as error:
             refusal = error
             statement = Statement((*self._agreements, f"an error: {error}"))
         at = Progress() if progress is None else progress
         peers = self.peers.during(Phase("agreeing what to average", step=at.step))
-        headers = agree(peers, statement, at)
+        headers = agree(peers, statement, replace(at, finite=not bad))
         if refusal is not None:
             raise refusal
+        skipped = self._skipped(headers, bad)
         if self._bind(named):
             parts = memory(named)
-        return Agreed(parts, tuple(counters), _shard_keys(named), headers, at.step)
+        return Agreed(parts, tuple(counters), _shard_keys(named), headers, at.step, skipped)
 
     def _bind(self, named: Sequence[Named]) -> bool:
         """Show the tensors to the reducer once; return whether it may have moved them."""
@@ -152,8 +161,8 @@ class Averager:
     def start(self, agreed: Agreed) -> Averaging:
         """Launch the mean of what was agreed, and the maximum of its counters."""
         self._check_shards(agreed)
-        largest = (agreed.counters, self.peers)
-        return Averaging(self._jobs(agreed), self.reducer, largest=largest, step=agreed.step)
+        jobs, largest = self._jobs(agreed), (agreed.counters, self.peers)
+        return Averaging(jobs, self._sender(jobs), largest=largest, step=agreed.step)
 
     def average(
         self, named: Sequence[Named], counters: Sequence[Named] = (), *, step: int = 0
@@ -161,11 +170,32 @@ class Averager:
         """Agree, start and finish."""
         return self.start(self.agree(named, counters, Progress(step))).finish()
 
+    def average_parts(self, parts: Parts, progress: Progress) -> Traffic:
+        """Agree, average, take the largest counters, and hand round what the first rank has."""
+        agreed = self.agree(parts.means, parts.largest, progress)
+        return self.follow_first(parts, self.start(agreed).finish())
+
+    def follow_first(self, parts: Parts, traffic: Traffic) -> Traffic:
+        """Hand round what the first rank has, if that is asked for, and count it."""
+        if parts.firsts is not None:
+            traffic.add(self.broadcast(parts.firsts))
+        return traffic
+
     @torch.no_grad()
     def broadcast(self, named: Sequence[Named]) -> Traffic:
         """Give every rank the first rank's values, in place; any dtype will do."""
         jobs = self._jobs(self._agree_on(named, "agreeing what to broadcast"))
-        return Averaging(jobs, First()).finish()
+        return Averaging(jobs, Direct(First())).finish()
+
+    @torch.no_grad()
+    def prepare(self, named: Sequence[Named], *, common: bool) -> None:
+        """Make the process groups that sharded tensors need; all ranks must call this.
+
+        ``common``: all ranks hold the same values, from which differences are then taken.
+        """
+        jobs = self._jobs(Agreed(memory(named), (), _shard_keys(named), [], 0))
+        if common and self._references is not None:
+            remember(self._references, jobs)
 
     @torch.no_grad()
     def compare(self, named: Sequence[Named]) -> None:
@@ -199,13 +229,31 @@ class Averager:
                     "shard mesh cannot average: choose one that spans whole meshes"
                 )
 
-    def _jobs(self, agreed: Agreed) -> list[tuple[Window, Peers]]:
-        jobs: list[tuple[Window, Peers]] = []
+    def _jobs(self, agreed: Agreed) -> list[Job]:
+        jobs: list[Job] = []
         for key, group in _by_shard(agreed).items():
-            peers = self._shard(key)[1]
+            peers = _without(self._shard(key)[1], agreed.skipped)
             size = min(self._window_bytes, links.window_bytes(peers))
-            jobs += [(window, peers) for window in windows(group, size)]
+            jobs += jobs_of(windows(group, size), peers, key)
         return jobs
+
+    def _sender(self, jobs: Sequence[Job]) -> Sender:
+        if self._references is None:
+            return Direct(self.reducer)
+        self._references.follow(jobs)
+        return Differences(self.reducer, self._references)
+
+    @property
+    def _needs_finite(self) -> bool:
+        return is_lossy(self.reducer) and getattr(self.reducer, "on_nonfinite", None) is not None
+
+    def _skipped(self, headers: Sequence[Header], bad: str) -> tuple[int, ...]:
+        """Return the ranks that have no say in this sync; raise on all ranks if that cannot be."""
+        ranks = ranks_without(self.peers, headers)
+        policy = getattr(getattr(self.reducer, "on_nonfinite", None), "name", "")
+        if ranks and (policy != "SKIP" or len(ranks) == self.peers.size):
+            raise not_finite(self.peers.during(Phase("telling what is not finite")), bad)
+        return ranks
 
     def _shard(self, key: str) -> tuple[Holders, Peers]:
         """Return who of this group holds the same shard; the first call is collective."""
@@ -218,88 +266,18 @@ class Averager:
         return self._shards[key]
 
 
-class Averaging:
-    """A sync under way: a pipeline of windows, and the counters at its end."""
-
-    def __init__(
-        self,
-        jobs: Sequence[tuple[Window, Peers]],
-        reducer: Reducer,
-        *,
-        largest: tuple[Sequence[Named], Peers] | None = None,
-        step: int | None = None,
-    ) -> None:
-        self._jobs = deque(jobs)
-        self._depth = min((links.depth(peers) for _, peers in jobs), default=1)
-        self._reducer, self._largest, self._step = reducer, largest, step
-        self._inbound: deque[tuple[Window, torch.Tensor, Handle]] = deque()
-        self._outbound: deque[tuple[Window, torch.Tensor, Handle]] = deque()
-        self.traffic = Traffic()
-        self._launch_some()
-
-    @torch.no_grad()
-    def finish(self) -> Traffic:
-        """Carry all windows through and write them back."""
-        while self._inbound:
-            sent = self._inbound.popleft()
-            sent[2].advance()
-            self._outbound.append(sent)
-            self._launch_some()
-            while len(self._outbound) > self._depth or self._staged_bytes > BUDGET_BYTES:
-                self._write_back()
-        while self._outbound:
-            self._write_back()
-        if self._largest is not None:
-            self._take_largest(*self._largest)
-        return self.traffic
-
-    def _launch_some(self) -> None:
-        while self._jobs and len(self._inbound) < self._depth:
-            held = sum(_staged(w) + handle.bytes_held for w, _, handle in self._inbound)
-            if self._inbound and held >= BUDGET_BYTES:
-                return
-            self._launch()
-
-    @property
-    def _staged_bytes(self) -> int:
-        return sum(_staged(window) for window, _, _ in self._outbound)
-
-    def _launch(self) -> None:
-        window, peers = self._jobs.popleft()
-        buffer = window.pieces[0].view.view(-1) if window.in_place else _stage(window)
-        phase = Phase("averaging", window.name, self._step)
-        handle = self._reducer.start(buffer, peers.during(phase), window.name)
-        self._inbound.append((window, buffer, handle))
-
-    def _write_back(self) -> None:
-        window, buffer, handle = self._outbound.popleft()
-        handle.wait()
-        if not window.in_place:
-            unpack(window, buffer)
-            STAGING.give(buffer)
-        self.traffic.add(handle.traffic)
-
-    def _take_largest(self, counters: Sequence[Named], peers: Peers) -> None:
-        for window in windows(counters, COUNTER_WINDOW_BYTES):
-            carrier = torch.uint8 if window.dtype in (torch.bool, torch.uint8) else torch.int64
-            carrier = torch.float64 if window.dtype.is_floating_point else carrier
-            device = window.device if peers.size == 1 else peers.device_for(window.device)
-            staging = torch.empty(window.numel, dtype=carrier, device=device)
-            buffer = pack(window, staging)
-            phase = Phase("taking the largest of", window.name, self._step)
-            handle = Native(dist.ReduceOp.MAX).start(buffer, peers.during(phase), window.name)
-            handle.wait()
-            unpack(window, buffer)
-            self.traffic.add(handle.traffic)
+def is_lossy(reducer: Reducer) -> bool:
+    """Say whether a reducer drops something, so that it needs differences to work on."""
+    return bool(getattr(reducer, "lossy", False))
 
 
-def _staged(window: Window) -> int:
-    """Return how much memory the window's copy takes."""
-    return 0 if window.in_place else window.numel * window.dtype.itemsize
-
-
-def _stage(window: Window) -> torch.Tensor:
-    return pack(window, STAGING.take(window.numel, window.dtype, window.device))
+def _without(peers: Peers, skipped: tuple[int, ...]) -> Peers:
+    """Return the peers with a weight of 0 for those that have no say."""
+    if not set(skipped) & set(peers.global_ranks):
+        return peers
+    weights = peers.weights or (1.0,) * peers.size
+    pairs = zip(peers.global_ranks, weights, strict=True)
+    return replace(peers, weights=tuple(0.0 if rank in skipped else w for rank, w in pairs))
 
 
 def _shard_keys(named: Sequence[Named]) -> dict[str, str]:

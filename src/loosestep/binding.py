@@ -20,6 +20,7 @@ class Progress:
     step: int = 0
     final: bool = False  # it has no more steps of its own
     clean: bool = False  # it has taken none since the widest level averaged
+    finite: bool = True  # none of its values is an infinity or NaN, as far as it looked
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,14 @@ class Header:
     step: int
     final: bool
     clean: bool
+    finite: bool = True
 
-    _FORMAT = "<16sq??"
+    _FORMAT = "<16sq???"
 
     def encode(self) -> bytes:
         """Return the header as bytes of one length."""
-        return struct.pack(self._FORMAT, self.digest, self.step, self.final, self.clean)
+        told = (self.digest, self.step, self.final, self.clean, self.finite)
+        return struct.pack(self._FORMAT, *told)
 
     @classmethod
     def decode(cls, payload: bytes) -> Header:
@@ -74,7 +77,7 @@ def agree(
     they disagree about.
     """
     at = Progress() if progress is None else progress
-    mine = Header(statement.digest, at.step, at.final, at.clean)
+    mine = Header(statement.digest, at.step, at.final, at.clean, at.finite)
     if peers.size == 1:
         return [mine]
     headers = [Header.decode(payload) for payload in peers.exchange_fixed(mine.encode())]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from loosestep.tensors import Named
+from loosestep.tensors import Named, unique
 
 
 class Buffers(enum.Enum):
@@ -85,6 +85,39 @@ def unwrap_compiled(module: torch.nn.Module) -> torch.nn.Module:
 def buffers_of(module: torch.nn.Module) -> list[Named]:
     """Return the module's buffers by name, also those that are not saved."""
     return [(f"buffer {name}", buffer) for name, buffer in module.named_buffers()]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a sync changes, by what it does to it."""
+
+    means: list[Named]  # become the mean
+    largest: list[Named]  # counters, which take the largest value
+    firsts: list[Named] | None = None  # take the first rank's values; None: that is not asked for
+
+    @property
+    def everything(self) -> list[Named]:
+        """All of it."""
+        return unique([*self.means, *self.largest, *(self.firsts or [])])
+
+    def replaced(self, by: Mapping[str, torch.Tensor]) -> Parts:
+        """Return the same parts with other tensors of those names, and without the rest."""
+
+        def swap(named: list[Named]) -> list[Named]:
+            return [(name, by[name]) for name, _ in named if name in by]
+
+        firsts = None if self.firsts is None else swap(self.firsts)
+        return Parts(swap(self.means), swap(self.largest), firsts)
+
+
+def parts_of(parameters: list[Named], module: torch.nn.Module | None, buffers: Buffers) -> Parts:
+    """Return what a sync of ``parameters`` changes where a module's buffers have a policy."""
+    held = [] if module is None else buffers_of(module)
+    if buffers is Buffers.MEAN:
+        floats, counters = split_floats(held)
+        return Parts([*parameters, *floats], counters)
+    asked = buffers is Buffers.BROADCAST and module is not None
+    return Parts(parameters, [], held if asked else None)
 
 
 def optimizer_state_of(

@@ -10,7 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from loosestep.policies import Buffers, Initial, OptimizerState, Sharding, choose
-from loosestep.schedule import Schedule, after, always, every, levels
+from loosestep.schedule import (
+    Schedule,
+    after,
+    always,
+    check_overlap,
+    every,
+    levels,
+    sync_steps,
+)
 from loosestep.topology import Topology
 from loosestep.wire import Mean, Reducer
 
@@ -31,6 +39,7 @@ class Strategy:
     optimizer_state: OptimizerState | str = OptimizerState.KEEP  # and to momentum and the like
     initial: Initial | str = Initial.BROADCAST  # what if replicas differ at the start
     sharding: Sharding | None = None  # given: the optimizer must be sharded, and is kept so
+    overlap_steps: int = 0  # more: longer hidden behind training, applied later; 0: at once
 
     def __post_init__(self) -> None:
         """Turn names into policies and refuse what is none."""
@@ -51,6 +60,7 @@ class Strategy:
                     f"{type(part).__name__} needs a __repr__ that is equal on all ranks, since "
                     "they compare strategies by it; make it a frozen dataclass"
                 )
+        check_overlap(self.overlap_steps, sync_steps(self.schedule) if self.overlap_steps else [])
         object.__setattr__(self, "buffers", choose(Buffers, self.buffers))
         object.__setattr__(self, "optimizer_state", choose(OptimizerState, self.optimizer_state))
         object.__setattr__(self, "initial", choose(Initial, self.initial))
@@ -58,7 +68,9 @@ class Strategy:
     def describe(self) -> str:
         """Return the strategy as one line, to be compared across ranks."""
         policies = (self.buffers, self.optimizer_state, self.initial, self.sharding)
-        return f"{self.schedule} {self.reducer} {' '.join(str(policy) for policy in policies)}"
+        overlap = f" overlap_steps={self.overlap_steps}" if self.overlap_steps else ""
+        named = " ".join(str(policy) for policy in policies)
+        return f"{self.schedule} {self.reducer} {named}{overlap}"
 
 
 def ddp(*, topology: Topology | None = None) -> Strategy:
@@ -77,10 +89,12 @@ def post_local_sgd(
     gradients: str | None = "host",
     topology: Topology | None = None,
     reducer: Reducer | None = None,
+    overlap_steps: int = 0,
 ) -> Strategy:
     """Train like DDP for ``warmup_steps``, then average parameters every ``period`` steps.
 
     In between gradients are shared on the level ``gradients`` only (None: not at all).
+    With ``overlap_steps`` an average travels while that many steps are taken, and is applied then.
     Post-local SGD, https://arxiv.org/abs/1808.07217.
 
     >>> schedule = post_local_sgd(4, warmup_steps=2).schedule
@@ -93,6 +107,7 @@ def post_local_sgd(
         schedule=after(warmup_steps, local, always(gradients=world)),
         topology=topology,
         reducer=Mean() if reducer is None else reducer,
+        overlap_steps=overlap_steps,
     )
 
 
@@ -103,6 +118,7 @@ def hierarchical_sgd(
     gradients: str | None = None,
     topology: Topology | None = None,
     reducer: Reducer | None = None,
+    overlap_steps: int = 0,
 ) -> Strategy:
     """Average narrow levels often and wide ones seldom: ``{"host": 4, "world": 32}``.
 
@@ -117,6 +133,7 @@ def hierarchical_sgd(
         schedule=after(warmup_steps, levels(periods, gradients=gradients), always(gradients=world)),
         topology=topology,
         reducer=Mean() if reducer is None else reducer,
+        overlap_steps=overlap_steps,
     )
 
 

@@ -6,12 +6,13 @@ that the ranks of its group hold the same parameters and own a part of them each
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from loosestep.averaging import Agreed, Averager
+from loosestep.averaging import Agreed, Averager, is_lossy
 from loosestep.binding import Progress
 from loosestep.errors import NotAttachable
 from loosestep.optim.zero import ZeroRedundancyOptimizer
@@ -20,14 +21,17 @@ from loosestep.policies import (
     Buffers,
     Initial,
     OptimizerState,
+    Parts,
     buffers_of,
+    choose,
     optimizer_state_of,
-    split_floats,
+    parts_of,
 )
 from loosestep.recipes import Strategy
+from loosestep.references import References
 from loosestep.tensors import Named, unique
 from loosestep.topology import Topology
-from loosestep.wire import Traffic
+from loosestep.wire import Mean, Traffic
 
 State = tuple[list[Named], list[Named]]  # tensors of an optimizer that have a mean, and counters
 
@@ -45,6 +49,7 @@ class Replica:
         self.model, self._optimizer = model, optimizer
         self._strategy, self._topology = strategy, topology
         self._averagers: dict[str, Averager] = {}
+        self._references: dict[str, References] = {}
 
     @property
     def widest(self) -> str:
@@ -54,8 +59,8 @@ class Replica:
 
     def settle(self) -> None:
         """Compare what the ranks have, make all process groups, and start from one point."""
-        averager = self._averager(self._topology.widest)
-        averager.agree(*self._weights())
+        averager, weights = self.averager(self._topology.widest), self._weights()
+        averager.agree(weights.means, weights.largest)
         for level in self._topology.levels:  # now, and not in the middle of a backward
             self._topology.peers(level)
         everything = [*unique(self.model.named_parameters()), *buffers_of(self.model)]
@@ -63,25 +68,47 @@ class Replica:
             averager.broadcast(everything)
         elif self._strategy.initial is Initial.REFUSE:
             averager.compare(everything)
+        if is_lossy(self._strategy.reducer) or self._strategy.overlap_steps:
+            self._prepare(weights)
+
+    def parts(self) -> Parts:
+        """Return what a sync changes now."""
+        parts, (shaped, steps) = self._weights(), self._state()
+        return replace(parts, means=[*parts.means, *shaped], largest=[*parts.largest, *steps])
 
     def agree(self, level: str, progress: Progress) -> Agreed:
         """Compare what the level's ranks are about to average."""
-        return self._averager(level).agree(*self._tensors(), progress)
+        parts = self.parts()
+        return self.averager(level).agree(parts.means, parts.largest, progress)
 
     def average(self, level: str, agreed: Agreed) -> Traffic:
         """Average it, and do to buffers what their policy says."""
         traffic = self._mean(level, agreed, self._state())
-        return self._follow_buffers(level, traffic)
+        return self.averager(level).follow_first(self._weights(), traffic)
 
     def average_weights(self, step: int) -> None:
-        """Average the model over the widest level, without the optimizer's state."""
-        agreed = self._averager(self.widest).agree(*self._weights(), Progress(step))
-        self._follow_buffers(self.widest, self._mean(self.widest, agreed, ([], [])))
+        """Average the model over the widest level, without the optimizer's state.
+
+        A lossy reducer is left out of it: what it remembers belongs to training.
+        """
+        weights, progress = self._weights(), Progress(step)
+        if is_lossy(self._strategy.reducer):
+            self._exact(self.widest).average_parts(weights, progress)
+            return
+        averager = self.averager(self.widest)
+        agreed = averager.agree(weights.means, weights.largest, progress)
+        averager.follow_first(weights, self._mean(self.widest, agreed, ([], [])))
 
     def touched(self) -> list[torch.Tensor]:
         """Return every tensor of the model that averaging may change."""
-        named, counters = self._weights()
-        return [tensor for _, tensor in unique([*named, *counters, *buffers_of(self.model)])]
+        named = [*self._weights().everything, *buffers_of(self.model)]
+        return [tensor for _, tensor in unique(named)]
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """Return everything that a sync may ever change, frozen parameters too."""
+        parameters = unique(self.model.named_parameters())
+        shaped, steps = optimizer_state_of(self._optimizer, {p: name for name, p in parameters})
+        return dict([*parameters, *buffers_of(self.model), *shaped, *steps])
 
     def forget_state(self) -> None:
         """Drop the optimizer's state, if a sync is to reset it."""
@@ -89,17 +116,34 @@ class Replica:
             for parameter in self._names():
                 self._optimizer.state.pop(parameter, None)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the averages of each level remember."""
+        return {level: held.state_dict() for level, held in self._references.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what ``state_dict`` returned."""
+        for level, held in self._references.items():
+            if level in state_dict:
+                held.load_state_dict(state_dict[level])
+            else:
+                held.clear()
+
     def close(self) -> None:
         """Let go of the process groups."""
         self._averagers.clear()
 
-    def _mean(self, level: str, agreed: Agreed, state: State) -> Traffic:
-        return self._averager(level).start(agreed).finish()  # the state is part of what was agreed
+    def _prepare(self, weights: Parts) -> None:
+        """Make what averages of every level need, on this thread and before the first of them."""
+        for level in self._used_levels():
+            self.averager(level).prepare(weights.means, common=self._common)
 
-    def _follow_buffers(self, level: str, traffic: Traffic) -> Traffic:
-        if self._strategy.buffers is Buffers.BROADCAST:
-            traffic.add(self._averager(level).broadcast(buffers_of(self.model)))
-        return traffic
+    @property
+    def _common(self) -> bool:
+        """Whether all replicas are equal at the start."""
+        return self._strategy.initial is not Initial.IGNORE
+
+    def _mean(self, level: str, agreed: Agreed, state: State) -> Traffic:
+        return self.averager(level).start(agreed).finish()  # the state is part of what was agreed
 
     def _parameters(self) -> list[Named]:
         return unique((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
@@ -108,28 +152,32 @@ class Replica:
         """Return what the optimizer's state is kept by, with names."""
         return {parameter: name for name, parameter in self._parameters()}
 
-    def _weights(self) -> tuple[list[Named], list[Named]]:
-        """Return what of the model is averaged, and what takes the largest value."""
-        floats: list[Named] = []
-        counters: list[Named] = []
-        if self._strategy.buffers is Buffers.MEAN:
-            floats, counters = split_floats(buffers_of(self.model))
-        return [*self._parameters(), *floats], counters
-
-    def _tensors(self) -> tuple[list[Named], list[Named]]:
-        """Return the same with the optimizer's state, where that is averaged too."""
-        named, counters = self._weights()
-        shaped, steps = self._state()
-        return [*named, *shaped], [*counters, *steps]
+    def _weights(self) -> Parts:
+        """Return what of the model is changed."""
+        return parts_of(self._parameters(), self.model, choose(Buffers, self._strategy.buffers))
 
     def _state(self) -> State:
         if self._strategy.optimizer_state is not OptimizerState.AVERAGE:
             return [], []
         return optimizer_state_of(self._optimizer, self._names())
 
-    def _averager(self, level: str) -> Averager:
+    def _used_levels(self) -> list[str]:
+        used = self._strategy.schedule.parameter_levels()
+        return [level for level in self._topology.levels if level in used]
+
+    def averager(self, level: str) -> Averager:
+        """Return what averages on a level."""
         return self._make(
             level, lambda: self._topology.peers(level), lambda r: self._topology.subset(level, r)
+        )
+
+    def _exact(self, level: str) -> Averager:
+        """Return the same, with the exact mean in place of the strategy's reducer."""
+        return Averager(
+            self._topology.peers(level),
+            reducer=Mean(),
+            agreements=[self._topology.describe(), self._strategy.describe()],
+            subset=lambda ranks: self._topology.subset(level, ranks),
         )
 
     def _make(
@@ -144,6 +192,7 @@ class Replica:
                 reducer=self._strategy.reducer,
                 agreements=[self._topology.describe(), self._strategy.describe()],
                 subset=subset,
+                references=self._references.setdefault(key, References()),
             )
         return self._averagers[key]
 
@@ -163,6 +212,12 @@ class ShardedReplica(Replica):
         topology: Topology,
     ) -> None:
         super().__init__(model, zero, strategy, topology)
+        if strategy.overlap_steps:
+            raise NotAttachable(
+                f"overlap_steps={strategy.overlap_steps} needs an optimizer that is not sharded: "
+                "its ranks step parts of the parameters that an average under way would change on "
+                "all of them at once; give overlap_steps=0"
+            )
         self.zero = zero
         self._group = _level_of(zero, topology)
         _check_owned(model, zero)
@@ -204,9 +259,8 @@ class ShardedReplica(Replica):
         if peers.size == 1:
             return traffic
         shaped, steps = state
-        shards = [(name, shard) for shard, name in self._names().items()]
-        if shards:  # a rank may own nothing, and then so do its peers
-            across = self._make(f"across {level}", lambda: peers)
+        if shards := self._shards():  # a rank may own nothing, and then so do its peers
+            across = self._across(level, peers)
             traffic.add(across.average([*shards, *shaped], steps, step=agreed.step))
         stepped = [p for p in self.zero.parameters if p.requires_grad]
         self.zero.wire.start_gather(stepped).wait()
@@ -218,8 +272,27 @@ class ShardedReplica(Replica):
         shards = self.zero.shards.of
         return {shards[p]: name for name, p in self._parameters() if p in shards}
 
-    def _tensors(self) -> tuple[list[Named], list[Named]]:
-        return self._weights()  # state is shaped as the shard is: compared with its owners only
+    def parts(self) -> Parts:
+        """Return what a sync changes, but for the optimizer's state, which has its shards' shape.
+
+        It is compared with those that own the same shard only.
+        """
+        return self._weights()
+
+    def _prepare(self, weights: Parts) -> None:
+        names, shards = {name for name, _ in self._parameters()}, self._shards()
+        rest = [(name, tensor) for name, tensor in weights.means if name not in names]
+        for level in self._used_levels():
+            self.averager(level).prepare(rest, common=self._common)
+            peers = self.across(level)
+            if peers.size > 1 and shards:
+                self._across(level, peers).prepare(shards, common=self._common)
+
+    def _across(self, level: str, peers: Peers) -> Averager:
+        return self._make(f"across {level}", lambda: peers)
+
+    def _shards(self) -> list[Named]:
+        return [(name, shard) for shard, name in self._names().items()]
 
     def _check_gradient_levels(self) -> None:
         group = set(self._topology.members(self._group))

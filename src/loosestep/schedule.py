@@ -14,11 +14,12 @@ Sync(gradients='world', parameters=None)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 HORIZON = 200_000  # steps that are looked ahead for the next average
+STEPS_LOOKED_AT = 4096  # from the first average on, for two that are too close
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,39 @@ def next_sync(schedule: Schedule, step: int, level: str | None = None) -> tuple[
         if due is not None and level in (None, due):
             return later, due
     return None
+
+
+def sync_steps(schedule: Schedule) -> list[int]:
+    """Return the steps at which parameters are averaged, as far as one cares to look.
+
+    >>> sync_steps(every(2000))
+    [2000, 4000, 6000]
+    """
+    first = next_sync(schedule, 0)
+    if first is None:
+        return []
+    looked_at = range(first[0], first[0] + STEPS_LOOKED_AT)
+    return [step for step in looked_at if schedule(step).parameters is not None]
+
+
+def check_overlap(overlap_steps: int, syncs: Iterable[int]) -> int:
+    """Return ``overlap_steps``; raise where two averages at steps ``syncs`` are closer than that.
+
+    >>> check_overlap(2, [4, 6])
+    2
+    """
+    if not _is_whole(overlap_steps) or overlap_steps < 0:
+        raise ValueError(
+            f"overlap_steps must be a whole number >= 0, got {overlap_steps!r}; 0 averages at once"
+        )
+    for one, other in itertools.pairwise(syncs):
+        if other - one < overlap_steps:
+            raise ValueError(
+                f"an average must land before the next one starts: overlap_steps is "
+                f"{overlap_steps}, but parameters are averaged at steps {one} and {other}; give "
+                f"overlap_steps <= {other - one}, or average less often"
+            )
+    return overlap_steps
 
 
 def _check_period(name: str, period: object) -> None:

@@ -13,6 +13,7 @@ from loosestep.averagers import ModelAverager
 from loosestep.optim.idle import only_creates_state
 
 STEP = "averager_step"  # the key of the averager's step in every parameter group
+KEPT = "averager"  # and of what it keeps beside that, in the whole
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
@@ -78,13 +79,18 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         self.averager.finalize(self.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state and the averager's step."""
+        """Return the wrapped optimizer's state, the averager's step and what it keeps.
+
+        That is an average under way, which is waited for, and the memory of a lossy reducer.
+        """
         self._note_step()
-        return {**self.optim.state_dict(), "step": self.averager.step}
+        kept = self.averager.kept_state()
+        own = {"step": self.averager.step, KEPT: kept} if kept else {"step": self.averager.step}
+        return {**self.optim.state_dict(), **own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned; without a step the averager starts at 0."""
-        rest = {key: value for key, value in state_dict.items() if key != "step"}
+        rest = {key: value for key, value in state_dict.items() if key not in ("step", KEPT)}
         self.optim.load_state_dict(rest)
         step = _saved_step(state_dict)
         if step is None:
@@ -94,6 +100,8 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
                 stacklevel=2,
             )
         self.averager.step = step or 0
+        if KEPT in state_dict:
+            self.averager.load_kept_state(state_dict[KEPT])
         self._note_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -23,6 +23,7 @@ class SyncRecord:
     bytes_sent: int  # handed to the network by this rank
     bytes_copied: int  # read by neighbours straight from this rank's memory
     drift: float | None  # rms distance of the replicas from their mean / rms of the mean
+    seconds_waited: float | None = None  # how long training stood still; None: not known
 
 
 @dataclass
@@ -34,6 +35,7 @@ class LevelTotals:
     bytes_sent: int = 0
     bytes_copied: int = 0
     last_drift: float | None = None
+    seconds_waited: float = 0.0
 
     def add(self, record: SyncRecord) -> None:
         """Count one more sync."""
@@ -41,6 +43,7 @@ class LevelTotals:
         self.seconds += record.seconds
         self.bytes_sent += record.bytes_sent
         self.bytes_copied += record.bytes_copied
+        self.seconds_waited += record.seconds_waited or 0.0
         if record.drift is not None:
             self.last_drift = record.drift
 
@@ -68,15 +71,23 @@ class Telemetry:
 
     def synced(self, step: int, level: str, began: float, traffic: Traffic) -> None:
         """Record an average of parameters that began at ``time.perf_counter()`` of ``began``."""
+        seconds = time.perf_counter() - began
+        self.averaged(step, level, traffic, seconds=seconds, seconds_waited=seconds)
+
+    def averaged(
+        self, step: int, level: str, traffic: Traffic, *, seconds: float, seconds_waited: float
+    ) -> None:
+        """Record an average of parameters that training did not wait for all the time."""
         self.record(
             SyncRecord(
                 step=step,
                 level=level,
                 kind="parameters",
-                seconds=time.perf_counter() - began,
+                seconds=seconds,
                 bytes_sent=traffic.bytes_sent,
                 bytes_copied=traffic.bytes_copied,
                 drift=drift(traffic),
+                seconds_waited=seconds_waited,
             )
         )
 

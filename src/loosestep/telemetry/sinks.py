@@ -58,7 +58,7 @@ class TensorBoard:
     def write(self, record: dict[str, Any]) -> None:
         """Add one scalar for every number of the record."""
         prefix = f"{record['kind']}/{record['level']}"
-        for quantity in ("seconds", "bytes_sent", "bytes_copied", "drift"):
+        for quantity in ("seconds", "seconds_waited", "bytes_sent", "bytes_copied", "drift"):
             if record[quantity] is not None:
                 self._writer.add_scalar(f"{prefix}/{quantity}", record[quantity], record["step"])
 

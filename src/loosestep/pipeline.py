@@ -1,0 +1,172 @@
+"""A sync under way: windows in a pipeline, each sent, summed and written back.
+
+launch      a few windows at a time, so that memory stays bounded
+advance     sum what has arrived, launch the way back
+finish      write back; ``data_ptr``, strides and views are what they were
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from loosestep.flat import STAGING, Window, pack, unpack, windows
+from loosestep.peers import Peers, Phase
+from loosestep.tensors import Named
+from loosestep.wire import Handle, Native, Reducer, Traffic, links
+
+BUDGET_BYTES = 12 << 20  # what they may take together, in each direction; one is always allowed
+COUNTER_WINDOW_BYTES = 512 << 10  # counters are widened to 8 bytes on the way
+
+
+@dataclass(frozen=True)
+class Job:
+    """A window that is to be averaged with some peers."""
+
+    window: Window
+    peers: Peers
+    slot: str  # the window's place in the model, the same at every sync of the same tensors
+
+    @property
+    def silent(self) -> bool:
+        """Whether this rank has no say in the mean: its values must not even be looked at."""
+        weights = self.peers.weights
+        return weights is not None and weights[self.peers.group_rank] == 0.0
+
+
+def jobs_of(windows: Sequence[Window], peers: Peers, shard_key: str = "") -> list[Job]:
+    """Return a job for every window; its slot names the tensors and counts those of one name."""
+    jobs: list[Job] = []
+    seen: Counter[str] = Counter()
+    for window in windows:
+        place = " ".join(part for part in (window.name, _contents(window), shard_key) if part)
+        jobs.append(Job(window, peers, f"{seen[place]} {place}"))
+        seen[place] += 1
+    return jobs
+
+
+def _contents(window: Window) -> str:
+    """Return a mark that tells shared windows apart whose tensors are not the same."""
+    if len(window.pieces) == 1:
+        return ""
+    shapes = [(piece.name, tuple(piece.view.shape)) for piece in window.pieces]
+    return "#" + hashlib.blake2b(repr(shapes).encode(), digest_size=4).hexdigest()
+
+
+@dataclass
+class Sent:
+    """A window on its way, in its tensor's own memory or in a copy."""
+
+    job: Job
+    buffer: torch.Tensor
+    handle: Handle
+    staged: bool
+
+    @property
+    def bytes_staged(self) -> int:
+        """How much memory the copy takes."""
+        return self.buffer.nbytes if self.staged else 0
+
+    def land(self) -> Traffic:
+        """Wait for the mean and write it back."""
+        self.handle.wait()
+        if self.staged:
+            unpack(self.job.window, self.buffer)
+            STAGING.give(self.buffer)
+        return self.handle.traffic
+
+
+class Sender(Protocol):
+    """Starts a window on its way."""
+
+    def send(self, job: Job, phase: Phase) -> Sent:
+        """Launch the window's mean."""
+
+
+@dataclass(frozen=True)
+class Direct:
+    """Sends values as they are."""
+
+    reducer: Reducer
+
+    def send(self, job: Job, phase: Phase) -> Sent:
+        """Launch the mean of the values."""
+        staged = job.silent or not job.window.in_place
+        buffer = stage(job) if staged else job.window.pieces[0].view.view(-1)
+        handle = self.reducer.start(buffer, job.peers.during(phase), job.slot)
+        return Sent(job, buffer, handle, staged)
+
+
+def stage(job: Job) -> torch.Tensor:
+    """Return a flat copy of the window, or zeros where this rank has no say."""
+    window = job.window
+    buffer = STAGING.take(window.numel, window.dtype, window.device)
+    return buffer.zero_() if job.silent else pack(window, buffer)
+
+
+class Averaging:
+    """A pipeline of windows, and the counters at its end."""
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        sender: Sender,
+        *,
+        largest: tuple[Sequence[Named], Peers] | None = None,
+        step: int | None = None,
+    ) -> None:
+        self._jobs = deque(jobs)
+        self._depth = min((links.depth(job.peers) for job in jobs), default=1)
+        self._sender, self._largest, self._step = sender, largest, step
+        self._inbound: deque[Sent] = deque()
+        self._outbound: deque[Sent] = deque()
+        self.traffic = Traffic()
+        self._launch_some()
+
+    @torch.no_grad()
+    def finish(self) -> Traffic:
+        """Carry all windows through and write them back."""
+        while self._inbound:
+            sent = self._inbound.popleft()
+            sent.handle.advance()
+            self._outbound.append(sent)
+            self._launch_some()
+            while len(self._outbound) > self._depth or self._staged_bytes > BUDGET_BYTES:
+                self.traffic.add(self._outbound.popleft().land())
+        while self._outbound:
+            self.traffic.add(self._outbound.popleft().land())
+        if self._largest is not None:
+            self._take_largest(*self._largest)
+        return self.traffic
+
+    def _launch_some(self) -> None:
+        while self._jobs and len(self._inbound) < self._depth:
+            held = sum(sent.bytes_staged + sent.handle.bytes_held for sent in self._inbound)
+            if self._inbound and held >= BUDGET_BYTES:
+                return
+            job = self._jobs.popleft()
+            phase = Phase("averaging", job.window.name, self._step)
+            self._inbound.append(self._sender.send(job, phase))
+
+    @property
+    def _staged_bytes(self) -> int:
+        return sum(sent.bytes_staged for sent in self._outbound)
+
+    def _take_largest(self, counters: Sequence[Named], peers: Peers) -> None:
+        for window in windows(counters, COUNTER_WINDOW_BYTES):
+            carrier = torch.uint8 if window.dtype in (torch.bool, torch.uint8) else torch.int64
+            carrier = torch.float64 if window.dtype.is_floating_point else carrier
+            device = window.device if peers.size == 1 else peers.device_for(window.device)
+            staging = torch.empty(window.numel, dtype=carrier, device=device)
+            buffer = pack(window, staging)
+            phase = Phase("taking the largest of", window.name, self._step)
+            handle = Native(dist.ReduceOp.MAX).start(buffer, peers.during(phase), window.name)
+            handle.wait()
+            unpack(window, buffer)
+            self.traffic.add(handle.traffic)
