@@ -52,6 +52,12 @@ class Ways:
     across: Peers
 
 
+# By group, and by how its hosts are told apart.
+_ways: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int | None, Ways | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 class TwoLevel:
     """Average inside hosts first and send one copy a host to the others, by ``inner``.
 
@@ -77,9 +83,6 @@ class TwoLevel:
         self.hosts, self.ranks_per_host = choose(Hosts, hosts), ranks_per_host
         self.lossy = getattr(self.inner, "lossy", False)
         self.on_nonfinite = getattr(self.inner, "on_nonfinite", None)
-        self._ways: weakref.WeakKeyDictionary[dist.ProcessGroup, Ways | None] = (
-            weakref.WeakKeyDictionary()
-        )
         self._hosts_of: dict[int, list[tuple[int, ...]]] = {}  # by the size of the group
 
     def bind(self, named: Sequence[Named], peers: Peers) -> None:
@@ -145,15 +148,15 @@ class TwoLevel:
         return self._hosts_of[group_size]
 
     def _ways_of(self, peers: Peers) -> Ways | None:
-        group = peers.process_group
+        group, size = peers.process_group, self.ranks_per_host
         assert group is not None, "a group of one exchanges nothing"
-        if group not in self._ways:
-            named = self.ranks_per_host is None
-            self._hosts_of[peers.size] = (
-                board_of(peers).hosts if named else _blocks(peers.size, self.ranks_per_host or 1)
-            )
-            self._ways[group] = self._make_ways(peers, self._hosts_of[peers.size])
-        return self._ways[group]
+        self._hosts_of[peers.size] = (
+            board_of(peers).hosts if size is None else _blocks(peers.size, size)
+        )
+        made = _ways.setdefault(group, {})
+        if size not in made:
+            made[size] = self._make_ways(peers, self._hosts_of[peers.size])
+        return made[size]
 
     def _make_ways(self, peers: Peers, hosts: list[tuple[int, ...]]) -> Ways | None:
         if len({len(members) for members in hosts}) > 1:

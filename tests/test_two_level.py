@@ -1,0 +1,204 @@
+"""One copy a host: the mean in two levels, what it equals and what leaves a host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from loosestep import (
+    Cast,
+    ErrorFeedback,
+    Hosts,
+    Int4,
+    Mean,
+    Reducer,
+    Strategy,
+    TwoLevel,
+    attach,
+    every,
+)
+from loosestep.groups import own_group
+from loosestep.peers import Peers, peers_of
+from loosestep.testing import RankPool
+from loosestep.wire import mean_into
+from tests.netns import TwoHosts, missing, sent
+from tests.test_shared_memory import values
+
+NUMEL = 700_003  # more than a window, and no multiple of anything
+
+
+def group_of(ranks: list[int], weights: tuple[float, ...] | None = None) -> Peers:
+    return peers_of(own_group(tuple(ranks), 20), weights=weights, timeout=20)
+
+
+def reduce_with(
+    reducer: Reducer, ranks: list[int], weights: tuple[float, ...] | None = None
+) -> tuple[torch.Tensor, int]:
+    """Reduce one buffer twice and return the second result and what was sent for it."""
+    if dist.get_rank() not in ranks:
+        return torch.empty(0), 0
+    peers = group_of(ranks, weights)
+    for _ in range(2):
+        buffer = values(dist.get_rank(), NUMEL, torch.float32)
+        handle = reducer.start(buffer, peers, "weight")
+        handle.advance()
+        handle.wait()
+    return buffer, handle.traffic.bytes_sent
+
+
+def in_two_levels(
+    ranks: list[int], per_host: int, weights: tuple[float, ...] | None = None
+) -> torch.Tensor:
+    """Return the written definition: the mean over hosts of their ranks' mean."""
+    counts = [1.0] * len(ranks) if weights is None else list(weights)
+    means, totals = [], []
+    for first in range(0, len(ranks), per_host):
+        host = range(first, first + per_host)
+        mean = torch.empty(NUMEL)
+        mean_into(
+            mean,
+            [values(ranks[i], NUMEL, torch.float32) for i in host],
+            None if weights is None else [counts[i] for i in host],
+        )
+        means.append(mean)
+        totals.append(sum(counts[i] for i in host))
+    result = torch.empty(NUMEL)
+    mean_into(result, means, None if weights is None else totals)
+    return result
+
+
+@pytest.mark.parametrize("weights", [None, (1.0, 2.5, 3.0, 0.5)], ids=["even", "weighted"])
+def test_two_levels_equal_their_definition(
+    pool: RankPool, weights: tuple[float, ...] | None
+) -> None:
+    """Two hosts of two ranks: to the bit what is written down."""
+    results = pool.run(4, reduce_with, TwoLevel(ranks_per_host=2), [0, 1, 2, 3], weights)
+    expected = in_two_levels([0, 1, 2, 3], 2, weights)
+    assert all(torch.equal(result, expected) for result, _ in results)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_host"), [([0], 1), ([2, 3], 1), ([2, 3], 2), ([1, 2, 3], 1), ([1, 2, 3], 3)]
+)
+def test_any_group_works_like_the_world(pool: RankPool, ranks: list[int], per_host: int) -> None:
+    """One rank a host, one host only, a group that does not start at 0."""
+    results = pool.run(4, reduce_with, TwoLevel(ranks_per_host=per_host), ranks)
+    expected = in_two_levels(ranks, per_host)
+    assert all(torch.equal(results[rank][0], expected) for rank in ranks)
+
+
+def test_on_one_host_it_is_the_exact_mean(pool: RankPool) -> None:
+    """Hosts that are told apart by name: here there is one, and nothing is compressed."""
+    plain = pool.run(3, reduce_with, Mean(), [0, 1, 2])
+    two = pool.run(3, reduce_with, TwoLevel(Int4()), [0, 1, 2])
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(plain, two, strict=True))
+
+
+def agreeing_hosts() -> bool:
+    rank = dist.get_rank()
+    peers = group_of([0, 1, 2, 3])
+    results = []
+    for hosts in (Hosts.DIFFER, Hosts.AGREE):
+        buffer = values(rank // 2, NUMEL, torch.float32)
+        TwoLevel(ranks_per_host=2, hosts=hosts).start(buffer, peers, "weight").wait()
+        results.append(buffer)
+    expected = torch.empty(NUMEL)
+    mean_into(expected, [values(host, NUMEL, torch.float32) for host in (0, 1)])
+    return all(torch.equal(result, expected) for result in results)
+
+
+def test_hosts_that_agree_need_no_mean_of_their_own(pool: RankPool) -> None:
+    """Where the ranks of a host hold the same values, averaging them first changes nothing."""
+    assert pool.run(4, agreeing_hosts) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    "inner", [Cast(torch.bfloat16), Int4(), ErrorFeedback(Int4())], ids=lambda r: repr(r)[:20]
+)
+def test_compression_works_between_hosts_only(pool: RankPool, inner: Reducer) -> None:
+    """All ranks end bit-equal, near the mean, and send what they said they would."""
+    reducer = TwoLevel(inner, ranks_per_host=2)
+    results = pool.run(4, reduce_with, reducer, [0, 1, 2, 3])
+    expected = in_two_levels([0, 1, 2, 3], 2)
+    for rank, (result, sent_bytes) in enumerate(results):
+        assert torch.equal(result, results[0][0])
+        assert (result - expected).norm() < 0.35 * expected.norm()  # what was held back comes later
+        if not isinstance(inner, Cast):  # whose mean goes through memory here
+            # A buffer of several windows is encoded in as many parts, with a scale or two more.
+            told = reducer.bytes_on_wire(NUMEL, torch.float32, 4, rank)
+            assert abs(sent_bytes - told) <= 64 * 8
+
+
+def test_bytes_are_said_before_a_group_is_met() -> None:
+    """One copy a host each way: with two ranks a host every rank sends half a buffer."""
+    reducer = TwoLevel(ranks_per_host=2)
+    assert reducer.bytes_on_wire(1000, torch.float32, 4, 3) == 2000
+    assert reducer.bytes_on_wire(1000, torch.float32, 2, 0) == Mean().bytes_on_wire(
+        1000, torch.float32, 2, 0
+    )
+    with pytest.raises(ValueError, match="ranks_per_host"):
+        TwoLevel().bytes_on_wire(1000, torch.float32, 4)
+    with pytest.raises(ValueError, match="3 ranks are no multiple of 2"):
+        reducer.bytes_on_wire(1000, torch.float32, 3)
+
+
+# Between emulated hosts, by the kernel's counters.
+
+
+@pytest.fixture
+def hosts() -> Iterator[TwoHosts]:
+    """Two hosts and a cable between them, for one test."""
+    with TwoHosts() as pair:
+        yield pair
+
+
+REDUCERS: dict[str, Reducer] = {
+    "Mean": Mean(),
+    "TwoLevel": TwoLevel(),
+    "TwoLevel bf16": TwoLevel(Cast(torch.bfloat16)),
+    "TwoLevel int4": TwoLevel(ErrorFeedback(Int4())),
+}
+ELEMENTS = 2_000_000
+
+
+def bytes_that_leave() -> dict[str, dict[str, Any]]:
+    """Average with every reducer and count what this host sends in one sync."""
+    found = {}
+    for name, reducer in REDUCERS.items():
+        torch.manual_seed(dist.get_rank())
+        net = torch.nn.ParameterList([torch.randn(ELEMENTS), torch.randn(1000)])
+        optimizer = torch.optim.SGD(net.parameters())
+        with attach(net, optimizer, Strategy(schedule=every(1), reducer=reducer)) as run:
+            optimizer.step()
+            with torch.no_grad():
+                net[0].add_(torch.randn(ELEMENTS))
+            dist.barrier()
+            before, total = sent(), run.metrics()["parameters/world"]["bytes_sent"]
+            optimizer.step()
+            dist.barrier()
+            after = sent()
+            total = run.metrics()["parameters/world"]["bytes_sent"] - total
+        kernel = after.in_all - before.in_all - (after.again - before.again)
+        found[name] = {"kernel": kernel, "telemetry": total, "sum": float(net[0].detach().sum())}
+    return found
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_one_copy_leaves_a_host(hosts: TwoHosts) -> None:
+    """Two hosts, two ranks each: two copies by Mean, one in two levels, half, an eighth."""
+    started = [
+        hosts.start(bytes_that_leave, rank=rank, host=rank // 2, size=4) for rank in range(4)
+    ]
+    results = [rank.result(timeout=100) for rank in started]
+    model = 4 * (ELEMENTS + 1000)
+    expected = {"Mean": 2.0, "TwoLevel": 1.0, "TwoLevel bf16": 0.5, "TwoLevel int4": 0.129}
+    for name, copies in expected.items():
+        one_host = sum(results[rank][name]["telemetry"] for rank in (0, 1))
+        assert one_host == pytest.approx(copies * model, rel=0.01), name
+        kernel = results[0][name]["kernel"]
+        assert kernel == pytest.approx(one_host, rel=0.04, abs=40_000), name
+        assert len({result[name]["sum"] for result in results}) == 1
