@@ -30,7 +30,7 @@ average_parameters_or_parameter_groups ddp every get_params_to_average hierarchi
 post_localSGD_hook post_local_sgd
 ZeroOptions ZeroRedundancyOptimizer hook_with_zero_step hook_with_zero_step_interleaved
 Sharding zero Hosts Resident TwoLevel
-ErrorFeedback Int2 Int4 Int8 NonFinite NotFinite Rounding TopK
+ErrorFeedback GradientHook Int2 Int4 Int8 NonFinite NotFinite Rounding TopK gradient_hook
 """.split()
 
 # A module imports only what stands above it. Parameters go attach -> averagers -> averaging ->
@@ -50,7 +50,7 @@ optim optim.idle optim.post_local_sgd
 optim.kinds optim.spent optim.zero_options optim.prepare optim.shards optim.shard_set
 optim.shard_state optim.shard_checkpoint optim.shard_wire optim.stepping optim.zero
 hooks hooks.adapters hooks.gradients hooks.ddp hooks.plain hooks.fsdp hooks.post_local_sgd
-hooks.backward hooks.plans hooks.zero hooks.sharded
+hooks.reductions hooks.compressed hooks.backward hooks.plans hooks.zero hooks.sharded
 recipes scaling replica syncing adapting attach
 """.split()
 

@@ -24,6 +24,7 @@ from loosestep.errors import (
     PeerLost,
     RankMismatch,
 )
+from loosestep.hooks.compressed import GradientHook, gradient_hook
 from loosestep.hooks.post_local_sgd import PostLocalSGDState, post_localSGD_hook
 from loosestep.hooks.zero import hook_with_zero_step, hook_with_zero_step_interleaved
 from loosestep.optim.post_local_sgd import PostLocalSGDOptimizer
@@ -65,6 +66,7 @@ __all__ = [
     "Cast",
     "Clock",
     "ErrorFeedback",
+    "GradientHook",
     "HierarchicalModelAverager",
     "Hosts",
     "Initial",
@@ -109,6 +111,7 @@ __all__ = [
     "ddp",
     "every",
     "get_params_to_average",
+    "gradient_hook",
     "hierarchical_sgd",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",

@@ -1,0 +1,108 @@
+"""Reductions on a thread of their own, in the order in which they were asked for.
+
+A reducer has to be waited for, and nothing may wait inside a backward or in a communication
+callback. So one thread does the waiting, and what is handed out is a future.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from loosestep.groups import free_group, own_group
+from loosestep.peers import Peers, Phase
+from loosestep.wire import Reducer, Traffic
+
+Job = Callable[[], None]
+
+
+class Reductions:
+    """Shares buffers by a reducer, one after another, on process groups of its own.
+
+    The order of calls must be the same on all ranks. A buffer must be left alone until its future
+    is done, and holds the mean then.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = reducer
+        self.traffic = Traffic()  # of all that is done
+        self.failure: Exception | None = None  # the first, with its type: a future has its text
+        self._groups: dict[Peers, Peers] = {}
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, self._jobs.put, None)
+
+    def share(
+        self, buffer: torch.Tensor, peers: Peers, slot: str
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Launch the mean of ``buffer`` in place; the first call with some peers is collective."""
+        done, own = future_of(buffer), self.own_peers(peers)
+        errors: list[Exception | None] = []
+
+        def job() -> None:
+            errors.append(self.reduce(buffer, own, slot))
+            done.set_result(buffer)
+
+        def result(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            if errors[0] is not None:
+                raise errors[0]  # in a callback: DDP takes an exception that is set for a value
+            return done.value()
+
+        self.submit(job)
+        return done.then(result)
+
+    def own_peers(self, peers: Peers) -> Peers:
+        """Return the same peers on a group that nobody else uses, made at the first call."""
+        # By hand and not on the thread: groups must be made in one order on all ranks.
+        key = peers.during(Phase("sharing gradients"))
+        if key not in self._groups:
+            group = peers.process_group
+            if peers.size > 1:
+                group = own_group(peers.global_ranks, peers.timeout, peers.process_group)
+            self._groups[key] = replace(peers, process_group=group)
+        return self._groups[key].during(peers.phase)
+
+    def submit(self, job: Job) -> None:
+        """Run ``job`` after all that was submitted before."""
+        self._jobs.put(job)
+
+    @torch.no_grad()
+    def reduce(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Exception | None:
+        """Reduce now, on the thread; return what went wrong."""
+        try:
+            if buffer.device.type != "cpu":
+                torch.accelerator.synchronize(buffer.device)  # the thread has streams of its own
+            handle = self.reducer.start(buffer, peers, slot)
+            handle.wait()
+            self.traffic.add(handle.traffic)
+        except Exception as error:  # whatever it is, it belongs to whoever waits
+            self.failure = self.failure or error
+            return error
+        return None
+
+    def close(self) -> None:
+        """Finish what was asked for, end the thread and free the groups."""
+        self._end()
+        self._thread.join()
+        for own in self._groups.values():
+            if own.size > 1 and own.process_group is not None:
+                free_group(own.process_group)
+        self._groups.clear()
+
+
+def _work(jobs: "queue.SimpleQueue[Job | None]") -> None:
+    """Run jobs until there is None; knows the queue only, so that its owner can be freed."""
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # with the buffer that it holds
+
+
+def future_of(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return a future for ``buffer``, on its device."""
+    if buffer.device.type == "cpu":
+        return torch.futures.Future()
+    return torch.futures.Future(devices=[buffer.device])
