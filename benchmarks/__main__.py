@@ -1,4 +1,4 @@
-"""Run benchmarks: ``python -m benchmarks [averaging|growth|idle|zero|zero_link ...]``.
+"""Run benchmarks: ``python -m benchmarks [averaging|codecs|link|zero ...]``.
 
 Without names all of them run. Every one prints a table and writes a dated file below
 ``benchmarks/results``.
@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import averaging, growth, idle, zero, zero_link
+from benchmarks import averaging, codecs, feedback, growth, idle, link, zero, zero_link
 from benchmarks.report import write
 
 BENCHMARKS = {
     "averaging": averaging.run,
+    "codecs": codecs.run,
+    "feedback": feedback.run,
     "growth": growth.run,
     "idle": idle.run,
+    "link": link.run,
     "zero": zero.run,
     "zero_link": zero_link.run,
 }

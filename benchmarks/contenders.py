@@ -12,7 +12,8 @@ import torch.distributed.algorithms.model_averaging.utils as in_tree
 
 import loosestep
 from benchmarks.report import Row
-from loosestep.groups import private_twin, world_group
+from loosestep.groups import own_group, private_twin, world_group
+from loosestep.peers import peers_of
 from loosestep.wire import links
 
 Contender = Callable[[], object]
@@ -42,19 +43,25 @@ def parameters(shapes: list[tuple[int, ...]]) -> list[torch.nn.Parameter]:
 def contenders(shapes: list[tuple[int, ...]]) -> dict[str, Contender]:
     """Return everything that is compared, each with tensors of its own."""
     numel = sum(torch.Size(shape).numel() for shape in shapes)
-    flat, theirs, ours, networked = (
-        torch.randn(numel),
-        parameters(shapes),
-        parameters(shapes),
-        parameters(shapes),
-    )
+    flat, copy = torch.randn(numel), torch.empty(numel)
+    theirs, ours, networked = (parameters(shapes) for _ in range(3))
     sockets = private_twin_by_network()
     return {
         "in-tree": lambda: in_tree.average_parameters(iter(theirs), world_group()),
         "bare all_reduce": lambda: dist.all_reduce(flat),
         "loosestep": lambda: loosestep.average_parameters(iter(ours), None),
+        "loosestep, resident": resident(parameters(shapes)),
         "loosestep, network only": lambda: loosestep.average_parameters(iter(networked), sockets),
+        "memcpy": lambda: copy.copy_(flat),
     }
+
+
+def resident(parameters: list[torch.nn.Parameter]) -> Contender:
+    """Return the average of parameters that live in shared memory."""
+    named = [(f"parameter {index}", parameter) for index, parameter in enumerate(parameters)]
+    group = own_group(tuple(range(dist.get_world_size())))
+    averager = loosestep.Averager(peers_of(group), reducer=loosestep.Resident())
+    return lambda: averager.average(named)
 
 
 def private_twin_by_network() -> dist.ProcessGroup:
