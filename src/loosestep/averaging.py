@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from loosestep.binding import Header, Progress, Statement, agree, state
-from loosestep.finite import first_nonfinite, not_finite, ranks_without
+from loosestep.finite import first_nonfinite, not_finite, policy_of, ranks_without
 from loosestep.flat import WINDOW_BYTES, windows
 from loosestep.groups import own_subgroup, private_twin, require_process_group, world_group
 from loosestep.peers import Peers, Phase, peers_of
@@ -115,6 +115,7 @@ class Averager:
         self._shards: dict[str, tuple[Holders, Peers]] = {}
         self._bound = False  # whether the reducer has seen the tensors
         self._references = references if is_lossy(self.reducer) else None
+        self._policy = policy_of(self.reducer) if is_lossy(self.reducer) else ""
 
     def agree(
         self,
@@ -134,7 +135,7 @@ class Averager:
             self._check_device(named[0][1].device)
             parts = memory(named)
             statement = state([*_originals(parts, named), *counters], *self._agreements)
-            bad = first_nonfinite(parts) if self._needs_finite else ""
+            bad = first_nonfinite(parts) if self._policy else ""
         except (ValueError, TypeError) as error:
             refusal = error
             statement = Statement((*self._agreements, f"an error: {error}"))
@@ -243,15 +244,10 @@ class Averager:
         self._references.follow(jobs)
         return Differences(self.reducer, self._references)
 
-    @property
-    def _needs_finite(self) -> bool:
-        return is_lossy(self.reducer) and getattr(self.reducer, "on_nonfinite", None) is not None
-
     def _skipped(self, headers: Sequence[Header], bad: str) -> tuple[int, ...]:
         """Return the ranks that have no say in this sync; raise on all ranks if that cannot be."""
         ranks = ranks_without(self.peers, headers)
-        policy = getattr(getattr(self.reducer, "on_nonfinite", None), "name", "")
-        if ranks and (policy != "SKIP" or len(ranks) == self.peers.size):
+        if ranks and (self._policy != "SKIP" or len(ranks) == self.peers.size):
             raise not_finite(self.peers.during(Phase("telling what is not finite")), bad)
         return ranks
 

@@ -10,6 +10,14 @@ from loosestep.binding import Header
 from loosestep.errors import NotFinite
 from loosestep.peers import Peers
 from loosestep.tensors import Named
+from loosestep.wire import Reducer
+
+
+def policy_of(reducer: Reducer) -> str:
+    """Return what a reducer does about such values, ``RAISE`` or ``SKIP``; empty: it sends them."""
+    inner = getattr(getattr(reducer, "inner", None), "engine", None)  # of one that wraps another
+    policy = getattr(reducer, "on_nonfinite", None) or getattr(inner, "on_nonfinite", None)
+    return str(getattr(policy, "name", ""))
 
 
 @torch.no_grad()

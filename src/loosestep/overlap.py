@@ -14,88 +14,19 @@ nothing else uses meanwhile; all of them launch in the same order, one at a time
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from loosestep.averaging import Averager
 from loosestep.binding import Progress
-from loosestep.errors import PeerLost
-from loosestep.flat import WINDOW_BYTES
-from loosestep.peers import Peers
+from loosestep.flight import Flight
 from loosestep.policies import Parts
 from loosestep.tensors import Named, memory
 from loosestep.wire import Traffic
-
-LINGER_SECONDS = 2.0  # for a mean that nobody wants any more, before its connections are cut
-_NEVER_SENT = (1 << 24) - 2  # a message tag
-
-
-@dataclass
-class Flight:
-    """A mean on its way, or one that has come and is not applied yet."""
-
-    step: int
-    level: str
-    differences: list[Named]  # mean - snapshot of this rank's memory, once it has come
-    traffic: Traffic = field(default_factory=Traffic)
-    seconds: float = 0.0  # from launch until it had come
-    seconds_waited: float = 0.0  # how long training stood still for it
-    peers: Peers | None = None  # with whom; None: it has come
-    _thread: threading.Thread | None = None
-    _errors: list[BaseException] = field(default_factory=list)
-
-    def take_off(self, travel: Callable[[], Traffic]) -> None:
-        """Let a thread of its own carry the mean; ``travel`` leaves it in ``differences``."""
-        began = time.perf_counter()
-
-        def run() -> None:
-            try:
-                self.traffic = travel()
-            except BaseException as error:  # raised again by wait, where somebody listens
-                self._errors.append(error)
-            self.seconds = time.perf_counter() - began
-
-        self._thread = threading.Thread(target=run, name="loosestep overlap", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Return when the mean has come; raise what went wrong on the way."""
-        if self._thread is None:
-            return
-        began, limit = time.perf_counter(), self._limit()
-        self._thread.join(limit)
-        self.seconds_waited += time.perf_counter() - began
-        if self._thread.is_alive():
-            raise PeerLost(
-                f"the average that was launched at step {self.step} on level {self.level!r} has "
-                f"not come within {limit:g} s. Parameters are as they were before it",
-                phase="waiting for an average under way",
-            )
-        self._thread = self.peers = None
-        if self._errors:
-            raise self._errors.pop()
-
-    def abandon(self) -> None:
-        """Let it end soon, whatever becomes of it."""
-        if self._thread is not None:
-            self._thread.join(LINGER_SECONDS)
-            if self._thread.is_alive() and self.peers is not None:
-                _hang_up(self.peers)
-                self._thread.join(LINGER_SECONDS)
-
-    def _limit(self) -> float:
-        """Return how long all waits on the way may take, should each just not time out."""
-        if self.peers is None or self.peers.process_group is None:
-            return LINGER_SECONDS * 60
-        numel_bytes = sum(tensor.nbytes for _, tensor in self.differences)
-        num_windows = len(self.differences) + numel_bytes // WINDOW_BYTES
-        return self.peers.seconds * (4 + num_windows)
 
 
 class Overlap:
@@ -130,26 +61,11 @@ class Overlap:
         """Copy the parts and start to average the copy; nothing else may be under way."""
         assert self._flight is None, "one at a time"
         began = time.perf_counter()
-        kept = {name for name, _ in memory(parts.everything)}  # of tied memory, one
-        named = [(name, tensor) for name, tensor in parts.everything if name in kept]
+        named = _each_once(parts.everything)
         snapshots, means = self._snapshots.of(named), self._means.of(named)
-        here = _tensors(memory(snapshots))
-        torch._foreach_copy_(here, _tensors(memory(named)))
-        cargo = parts.replaced(dict(means))
-        beside = _beside(here[0].device if here else torch.device("cpu"))
-
+        _copy_(memory(snapshots), memory(named))
         flight = self._flight = Flight(step, level, memory(means), peers=averager.peers)
-
-        @torch.no_grad()
-        def travel() -> Traffic:
-            with beside():
-                torch._foreach_copy_(_tensors(flight.differences), here)
-                traffic = averager.average_parts(cargo, Progress(step))
-                flight.differences = memory(means)  # again: a reducer may have moved them
-                differ_(_tensors(flight.differences), here)
-            return traffic
-
-        flight.take_off(travel)
+        flight.take_off(_Trip(averager, parts.replaced(dict(means)), snapshots, means, flight))
         flight.seconds_waited = time.perf_counter() - began
 
     def finish(self) -> None:
@@ -158,7 +74,8 @@ class Overlap:
             try:
                 self._flight.wait()
             except BaseException:
-                self._flight = None
+                if not self._flight.flying:  # else it still uses its process group
+                    self._flight = None
                 raise
 
     @torch.no_grad()
@@ -182,6 +99,7 @@ class Overlap:
         if flight is not None:
             with contextlib.suppress(Exception):  # the next launch fails too, if the group did
                 flight.wait()
+            flight.abandon()
 
     def close(self) -> None:
         """Drop what is under way within a few seconds, and all memory."""
@@ -225,6 +143,28 @@ class Overlap:
         """Take back what has come."""
         self.__init__(state["steps"])  # type: ignore[misc]
         self.load_state_dict(state["flight"])
+
+
+@dataclass(frozen=True)
+class _Trip:
+    """What the thread of a flight does."""
+
+    averager: Averager
+    cargo: Parts  # the means, still to be averaged
+    snapshots: list[Named]
+    means: list[Named]
+    flight: Flight
+
+    @torch.no_grad()
+    def __call__(self) -> Traffic:
+        """Average the snapshots, and leave how far they were from the mean."""
+        snapshots = memory(self.snapshots)
+        with _beside(snapshots[0][1].device if snapshots else torch.device("cpu")):
+            _copy_(self.flight.differences, snapshots)
+            traffic = self.averager.average_parts(self.cargo, Progress(self.flight.step))
+            self.flight.differences = memory(self.means)  # again: a reducer may have moved them
+            differ_(_tensors(self.flight.differences), _tensors(snapshots))
+        return traffic
 
 
 class Copies:
@@ -296,6 +236,17 @@ def _matched(
     return list(found.values()), [by_name[n].to(t.device) for n, t in found.items()]
 
 
+def _each_once(named: Sequence[Named]) -> list[Named]:
+    """Drop all but one of those that share memory."""
+    kept = {name for name, _ in memory(named)}
+    return [(name, tensor) for name, tensor in named if name in kept]
+
+
+def _copy_(into: Sequence[Named], source: Sequence[Named]) -> None:
+    if into:
+        torch._foreach_copy_(_tensors(into), _tensors(source))
+
+
 def _tensors(named: Sequence[Named]) -> list[torch.Tensor]:
     return [tensor for _, tensor in named]
 
@@ -305,28 +256,14 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device, tensor.stride(), placements
 
 
-def _beside(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Return where the thread's kernels run: on a stream of their own, where there are streams."""
+@contextlib.contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """Run kernels on a stream of their own, where there are streams, and wait for them."""
     if device.type == "cpu":
-        return contextlib.nullcontext
-    stream = torch.Stream(device)
-    stream.wait_stream(torch.accelerator.current_stream(device))
-
-    @contextlib.contextmanager
-    def on_stream() -> Any:
-        with stream:
-            yield
-        stream.synchronize()
-
-    return on_stream
-
-
-def _hang_up(peers: Peers) -> None:
-    """Close all connections of a group, so that whoever waits on it need not sit it out."""
-    group = peers.process_group
-    if group is None or all(kind.type != "cpu" for kind in group._device_types):
+        yield
         return
-    nothing = torch.empty(1, dtype=torch.uint8)
-    for peer in peers.others:
-        with contextlib.suppress(RuntimeError):  # Gloo closes what times out
-            group.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+    torch.accelerator.synchronize(device)  # the snapshot may still be on its way
+    stream = torch.Stream(device)
+    with stream:
+        yield
+    stream.synchronize()
