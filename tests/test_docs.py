@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # ```python run 4      four
 RUNNABLE = re.compile(r"^```python run ?(?P<ranks>\d*)\n(?P<source>.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\((?!https?:)(?P<target>[^)#]+)")
-DOCUMENTS = ("concepts", "migration", "recipes", "zero")
+DOCUMENTS = ("concepts", "migration", "recipes", "wire", "zero")
 MODULES = sorted(
     module.name for module in pkgutil.walk_packages(loosestep.__path__, f"{loosestep.__name__}.")
 )

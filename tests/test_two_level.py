@@ -202,3 +202,26 @@ def test_one_copy_leaves_a_host(hosts: TwoHosts) -> None:
         kernel = results[0][name]["kernel"]
         assert kernel == pytest.approx(one_host, rel=0.04, abs=40_000), name
         assert len({result[name]["sum"] for result in results}) == 1
+
+
+def train_with_a_mask() -> bool:
+    """Average a model whose buffers hold infinities and statistics, by two bits."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    net.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    mask = net.get_buffer("mask").clone()
+    with attach(net, optimizer, Strategy(schedule=every(1), reducer=ErrorFeedback(Int4()))):
+        for step in range(3):
+            optimizer.zero_grad()
+            torch.manual_seed(10 * step + dist.get_rank())
+            net(torch.randn(5, 4)).square().sum().backward()
+            net.get_buffer("1.running_mean").fill_(float(dist.get_rank()) / 3)
+            optimizer.step()
+    exact = torch.equal(net.get_buffer("mask"), mask)
+    return exact and bool((net.get_buffer("1.running_mean") == torch.tensor(1 / 6)).all())
+
+
+def test_buffers_are_never_compressed(pool: RankPool) -> None:
+    """An attention mask of infinities is no error, and statistics are averaged exactly."""
+    assert pool.run(2, train_with_a_mask) == [True, True]

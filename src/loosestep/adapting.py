@@ -14,6 +14,7 @@ from loosestep.hooks.fsdp import FSDPAdapter, mesh_ranks
 from loosestep.hooks.gradients import GradientSharing
 from loosestep.hooks.plain import PlainAdapter
 from loosestep.hooks.plans import REDUCTIONS_UNDER_WAY
+from loosestep.hooks.reduced import ByReducer, ReducedBuckets
 from loosestep.hooks.sharded import ShardedBuckets, ShardedDDP, ShardGradients, ToOwners
 from loosestep.optim.zero import ZeroRedundancyOptimizer
 from loosestep.peers import Peers
@@ -38,11 +39,18 @@ def make_adapter(
     """Connect a model's gradients."""
     if isinstance(replica, ShardedReplica):
         return _sharded(model, sharing, replica, strategy)
+    reducer = strategy.gradient_reducer
     if isinstance(model, DistributedDataParallel):
-        return DDPAdapter(model, WholeBuckets(sharing))
+        whole_buckets = WholeBuckets(sharing)
+        return DDPAdapter(model, ReducedBuckets(sharing, reducer) if reducer else whole_buckets)
     parameters = list(model.parameters())
     whole = [p for p in parameters if not isinstance(p, DTensor)]
     if any(isinstance(part, FSDPModule) for part in model.modules()):
+        if reducer is not None:
+            raise NotAttachable(
+                f"FSDP2 reduces gradients inside its mesh itself, so {reducer} cannot; leave "
+                "gradient_reducer away, or wrap the model with DDP"
+            )
         fsdp = FSDPAdapter(model, sharing, _levels_beyond_mesh(model, topology, strategy.schedule))
         return Together([fsdp, PlainAdapter(whole, sharing)]) if whole else fsdp
     if len(whole) < len(parameters) and strategy.schedule.gradient_levels():
@@ -50,7 +58,7 @@ def make_adapter(
             "gradients of DTensors are shared for FSDP2 modules only; wrap the model with "
             "fully_shard, or let gradients stay local with gradients=None"
         )
-    return PlainAdapter(whole, sharing)
+    return PlainAdapter(whole, sharing, ByReducer(sharing, reducer) if reducer else None)
 
 
 def _sharded(
@@ -93,6 +101,11 @@ def check_sharded(
         raise NotAttachable(
             "stage=2 frees gradients that a rank does not own, but DDP keeps the memory of its "
             "buckets for the whole run; attach the plain module, or use stage=1"
+        )
+    if strategy.gradient_reducer is not None:
+        raise NotAttachable(
+            f"a sharded optimizer takes gradients to their owners itself, so "
+            f"{strategy.gradient_reducer} cannot; leave gradient_reducer away"
         )
     steps = range(STEPS_LOOKED_AT)
     local = next((step for step in steps if strategy.schedule(step).gradients is None), None)

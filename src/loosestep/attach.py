@@ -152,10 +152,12 @@ class Attached:
         as what is still to be applied; training goes on as if nothing had been saved.
         """
         syncs = self._syncs.state_dict()  # first: what is under way changes the reducer's state
+        gradients = self.strategy.gradient_reducer
         return {
             "version": VERSION,
             "clock": self.clock.state_dict(),
             "reducer": self.strategy.reducer.state_dict(),
+            "gradient_reducer": gradients.state_dict() if gradients else {},
             **syncs,
         }
 
@@ -172,6 +174,8 @@ class Attached:
         self._syncs.load_state_dict(state_dict)  # first: what is under way uses the reducer
         self.clock.load_state_dict(state_dict["clock"])
         self.strategy.reducer.load_state_dict(state_dict["reducer"])
+        if self.strategy.gradient_reducer is not None:
+            self.strategy.gradient_reducer.load_state_dict(state_dict.get("gradient_reducer", {}))
         self._follow_gradients()
 
     def metrics(self) -> dict[str, dict[str, Any]]:

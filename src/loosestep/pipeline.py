@@ -19,7 +19,7 @@ import torch.distributed as dist
 from loosestep.flat import STAGING, Window, pack, unpack, windows
 from loosestep.peers import Peers, Phase
 from loosestep.tensors import Named
-from loosestep.wire import Handle, Native, Reducer, Traffic, links
+from loosestep.wire import Handle, Mean, Native, Reducer, Traffic, links
 
 BUDGET_BYTES = 12 << 20  # what they may take together, in each direction; one is always allowed
 COUNTER_WINDOW_BYTES = 512 << 10  # counters are widened to 8 bytes on the way
@@ -32,6 +32,7 @@ class Job:
     window: Window
     peers: Peers
     slot: str  # the window's place in the model, the same at every sync of the same tensors
+    exact: bool = False  # whether it is averaged exactly, whatever the reducer
 
     @property
     def silent(self) -> bool:
@@ -40,13 +41,15 @@ class Job:
         return weights is not None and weights[self.peers.group_rank] == 0.0
 
 
-def jobs_of(windows: Sequence[Window], peers: Peers, shard_key: str = "") -> list[Job]:
+def jobs_of(
+    windows: Sequence[Window], peers: Peers, shard_key: str = "", *, exact: bool = False
+) -> list[Job]:
     """Return a job for every window; its slot names the tensors and counts those of one name."""
     jobs: list[Job] = []
     seen: Counter[str] = Counter()
     for window in windows:
         place = " ".join(part for part in (window.name, _contents(window), shard_key) if part)
-        jobs.append(Job(window, peers, f"{seen[place]} {place}"))
+        jobs.append(Job(window, peers, f"{seen[place]} {place}", exact))
         seen[place] += 1
     return jobs
 
@@ -99,7 +102,8 @@ class Direct:
         """Launch the mean of the values."""
         staged = job.silent or not job.window.in_place
         buffer = stage(job) if staged else job.window.pieces[0].view.view(-1)
-        handle = self.reducer.start(buffer, job.peers.during(phase), job.slot)
+        reducer = Mean() if job.exact else self.reducer
+        handle = reducer.start(buffer, job.peers.during(phase), job.slot)
         return Sent(job, buffer, handle, staged)
 
 

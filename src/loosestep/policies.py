@@ -51,6 +51,8 @@ class Sharding:
             )
 
 
+BUFFER = "buffer "  # in front of a buffer's name; no attribute of a module has a space
+
 Choice = TypeVar("Choice", bound=enum.Enum)
 
 
@@ -84,7 +86,12 @@ def unwrap_compiled(module: torch.nn.Module) -> torch.nn.Module:
 
 def buffers_of(module: torch.nn.Module) -> list[Named]:
     """Return the module's buffers by name, also those that are not saved."""
-    return [(f"buffer {name}", buffer) for name, buffer in module.named_buffers()]
+    return [(f"{BUFFER}{name}", buffer) for name, buffer in module.named_buffers()]
+
+
+def always_exact(name: str) -> bool:
+    """Say whether a tensor is never compressed: buffers, small and at times infinite (masks)."""
+    return name.startswith(BUFFER)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class Strategy:
     optimizer_state: OptimizerState | str = OptimizerState.KEEP  # and to momentum and the like
     initial: Initial | str = Initial.BROADCAST  # what if replicas differ at the start
     sharding: Sharding | None = None  # given: the optimizer must be sharded, and is kept so
+    gradient_reducer: Reducer | None = None  # how gradients are; None: the backend's all-reduce
     overlap_steps: int = 0  # more: longer hidden behind training, applied later; 0: at once
 
     def __post_init__(self) -> None:
@@ -50,11 +51,15 @@ class Strategy:
             )
         if not isinstance(self.reducer, Reducer):
             raise TypeError(f"reducer must be one such as Mean(), got {self.reducer!r}")
+        if not isinstance(self.gradient_reducer, Reducer | None):
+            raise TypeError(
+                f"gradient_reducer must be one such as Int8(), got {self.gradient_reducer!r}"
+            )
         if not isinstance(self.sharding, Sharding | None):
             raise TypeError(
                 f"sharding must be one such as Sharding(stage=2), got {self.sharding!r}"
             )
-        for part in (self.schedule, self.reducer):
+        for part in (self.schedule, self.reducer, self.gradient_reducer):
             if re.search(r" at 0x[0-9a-f]+", repr(part)):
                 raise TypeError(
                     f"{type(part).__name__} needs a __repr__ that is equal on all ranks, since "
@@ -70,16 +75,21 @@ class Strategy:
         policies = (self.buffers, self.optimizer_state, self.initial, self.sharding)
         overlap = f" overlap_steps={self.overlap_steps}" if self.overlap_steps else ""
         named = " ".join(str(policy) for policy in policies)
-        return f"{self.schedule} {self.reducer} {named}{overlap}"
+        gradients = "" if self.gradient_reducer is None else f" by {self.gradient_reducer}"
+        return f"{self.schedule}{gradients} {self.reducer} {named}{overlap}"
 
 
-def ddp(*, topology: Topology | None = None) -> Strategy:
+def ddp(*, topology: Topology | None = None, gradient_reducer: Reducer | None = None) -> Strategy:
     """Share gradients with the world at every step: plain data parallelism.
 
     >>> ddp().schedule(7)
     Sync(gradients='world', parameters=None)
     """
-    return Strategy(schedule=always(gradients=_widest(topology)), topology=topology)
+    return Strategy(
+        schedule=always(gradients=_widest(topology)),
+        topology=topology,
+        gradient_reducer=gradient_reducer,
+    )
 
 
 def post_local_sgd(
@@ -89,6 +99,7 @@ def post_local_sgd(
     gradients: str | None = "host",
     topology: Topology | None = None,
     reducer: Reducer | None = None,
+    gradient_reducer: Reducer | None = None,
     overlap_steps: int = 0,
 ) -> Strategy:
     """Train like DDP for ``warmup_steps``, then average parameters every ``period`` steps.
@@ -107,6 +118,7 @@ def post_local_sgd(
         schedule=after(warmup_steps, local, always(gradients=world)),
         topology=topology,
         reducer=Mean() if reducer is None else reducer,
+        gradient_reducer=gradient_reducer,
         overlap_steps=overlap_steps,
     )
 

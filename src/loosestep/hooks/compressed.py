@@ -24,7 +24,7 @@ from loosestep.flat import STAGING
 from loosestep.groups import world_group
 from loosestep.hooks.reductions import Reductions, future_of
 from loosestep.peers import Peers, Phase, peers_of
-from loosestep.wire import Reducer
+from loosestep.wire import Reducer, Traffic
 
 Hook = Callable[["GradientHook", GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -140,17 +140,26 @@ class GradientHook:
 
     def bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Bring a bucket's gradients to their windows and launch those that are full."""
-        parameters = bucket.parameters()
         self._begin(bucket.index())
-        if self._passes == 0:
-            self._settle(parameters)
+        self.observe(bucket)
         opened = _Open(bucket.buffer())
         self._open.append(opened)
-        self._deal(opened, parameters)
+        self._deal(opened, bucket.parameters())
         if bucket.is_last():
-            self._passes += 1
             self._at_the_end()
         return opened.future
+
+    def observe(self, bucket: GradBucket) -> None:
+        """Count a bucket, and take it for a window in the first backward, whoever shares it."""
+        if self._passes == 0:
+            self._settle(bucket.parameters())
+        if bucket.is_last():
+            self._passes += 1
+
+    @property
+    def traffic(self) -> Traffic:
+        """What has been moved so far."""
+        return self._reductions.traffic
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the reducer remembers."""
@@ -180,7 +189,7 @@ class GradientHook:
         self._windows.append(window)
 
     def _deal(self, opened: _Open, parameters: Sequence[torch.Tensor]) -> None:
-        """Fill windows with a bucket's gradients; launch the full ones, the first first."""
+        """Fill windows with a bucket's gradients and launch the full ones."""
         places = [self._place(parameter) for parameter in parameters]
         touched = {index: self._windows[index] for index, _ in places}
         opened.waiting = len(touched)
@@ -192,7 +201,7 @@ class GradientHook:
             sizes = [parameter.numel() for parameter in parameters]
             for (index, start), part in zip(places, torch.split(opened.buffer, sizes), strict=True):
                 touched[index].put(start, part)
-        for _, window in sorted(touched.items()):
+        for window in touched.values():
             if window.filled == window.numel:
                 self._launch(window)
 

@@ -26,7 +26,8 @@ class Bucket:
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self.parameters = parameters
         self.missing = set(parameters)
-        self.numel = sum(p.numel() for p in parameters) + len(parameters)
+        self.num_flags = len(parameters)
+        self.numel = sum(p.numel() for p in parameters) + self.num_flags
 
     def pack(self, buffer: torch.Tensor) -> torch.Tensor:
         """Copy the gradients in; one that this rank does not have counts as zero."""
@@ -84,8 +85,8 @@ class ToAll:
     """Every rank gets the mean of every gradient."""
 
     bucket_bytes = 25 << 20
-    most_under_way = None
-    bucket_type = Bucket
+    most_under_way: int | None = None
+    bucket_type: type[Bucket] = Bucket
 
     def __init__(self, sharing: GradientSharing) -> None:
         self._sharing = sharing

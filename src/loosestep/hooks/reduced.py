@@ -1,0 +1,107 @@
+"""Gradients under ``attach`` by a reducer of one's choice, in place of the backend's all-reduce."""
+
+from collections.abc import Callable
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+
+from loosestep.hooks.compressed import GradientHook
+from loosestep.hooks.gradients import GradientSharing, finished, mean_future
+from loosestep.hooks.plain import Bucket, ToAll
+from loosestep.hooks.reductions import Reductions
+from loosestep.peers import Phase
+from loosestep.wire import Reducer, Traffic
+
+
+class ReducedBuckets:
+    """Buckets of a DDP module: a hook for every level that may share gradients."""
+
+    def __init__(self, sharing: GradientSharing, reducer: Reducer) -> None:
+        self._sharing = sharing
+        levels = sorted(sharing.schedule.gradient_levels())
+        self._hooks = {level: GradientHook(reducer, sharing.peers(level)) for level in levels}
+        self._counted = Counted([hook.traffic for hook in self._hooks.values()])
+        sharing.step_traffic = self._counted.since
+
+    def bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Share it over the level that the schedule names, if any."""
+        level = self._sharing.level
+        for name, hook in self._hooks.items():
+            if name != level:
+                hook.observe(bucket)  # windows are those of the first backward on every level
+        if level is None:
+            return finished(bucket.buffer())
+        self._sharing.count(Traffic())
+        return self._hooks[level].bucket(bucket).then(self._arrived)
+
+    def close(self) -> None:
+        """End the threads."""
+        for hook in self._hooks.values():
+            hook.close()
+
+    def _arrived(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        self._sharing.arrived()
+        return future.value()
+
+
+class ByReducer(ToAll):
+    """Buckets of a plain module: gradients by the reducer, and exactly who used what."""
+
+    def __init__(self, sharing: GradientSharing, reducer: Reducer) -> None:
+        super().__init__(sharing)
+        self._reductions = Reductions(reducer)
+        self._slots: dict[Bucket, str] = {}
+        for level in sorted(sharing.schedule.gradient_levels()):
+            self._reductions.own_peers(sharing.peers(level))  # now, and not inside a backward
+        self._counted = Counted([self._reductions.traffic])
+        sharing.step_traffic = self._counted.since
+
+    def launch(self, bucket: Bucket, level: str) -> Callable[[], None]:
+        """Launch the mean of the bucket over the level's group."""
+        if bucket not in self._buffers:
+            self._buffers[bucket] = bucket.parameters[0].new_empty(bucket.numel)
+            self._slots[bucket] = f"gradients {len(self._slots)}"
+        buffer, slot = bucket.pack(self._buffers[bucket]), self._slots[bucket]
+        peers = self._sharing.peers(level)
+        phase = Phase("sharing gradients", slot, self._sharing.clock.step)
+        gradients, used = buffer[: -bucket.num_flags], buffer[-bucket.num_flags :]
+        self._sharing.count(Traffic())
+        future = self._reductions.share(gradients, peers.during(phase), slot)
+        flags = mean_future(used, peers.process_group) if peers.size > 1 else finished(used)
+
+        def land() -> None:
+            self._wait(future)
+            self._sharing.wait(flags, peers)
+            bucket.unpack(buffer)
+
+        return land
+
+    def close(self) -> None:
+        """End the thread."""
+        self._reductions.close()
+
+    def _wait(self, future: torch.futures.Future[torch.Tensor]) -> None:
+        failed = False
+        try:
+            future.wait()
+        except RuntimeError:
+            failed = True  # with its text only; the reductions have the error itself
+        if failed and self._reductions.failure is not None:
+            raise self._reductions.failure
+        self._sharing.arrived()
+
+
+class Counted:
+    """What several reductions have moved, since somebody asked last."""
+
+    def __init__(self, totals: list[Traffic]) -> None:
+        self._totals = totals
+        self._seen = Traffic()
+
+    def since(self) -> Traffic:
+        """Return it and begin anew."""
+        now = Traffic()
+        for total in self._totals:
+            now.add(total)
+        before, self._seen = self._seen, now
+        return Traffic(now.bytes_sent - before.bytes_sent, now.bytes_copied - before.bytes_copied)
