@@ -19,7 +19,7 @@ from loosestep.flat import WINDOW_BYTES, windows
 from loosestep.groups import own_subgroup, private_twin, require_process_group, world_group
 from loosestep.peers import Peers, Phase, peers_of
 from loosestep.pipeline import Averaging, Direct, Job, Sender, jobs_of
-from loosestep.policies import Parts
+from loosestep.policies import Parts, always_exact
 from loosestep.references import Differences, References, remember
 from loosestep.replicas import fingerprints
 from loosestep.tensors import (
@@ -135,7 +135,7 @@ class Averager:
             self._check_device(named[0][1].device)
             parts = memory(named)
             statement = state([*_originals(parts, named), *counters], *self._agreements)
-            bad = first_nonfinite(parts) if self._policy else ""
+            bad = first_nonfinite(_compressed(parts)) if self._policy else ""
         except (ValueError, TypeError) as error:
             refusal = error
             statement = Statement((*self._agreements, f"an error: {error}"))
@@ -235,7 +235,11 @@ class Averager:
         for key, group in _by_shard(agreed).items():
             peers = _without(self._shard(key)[1], agreed.skipped)
             size = min(self._window_bytes, links.window_bytes(peers))
-            jobs += jobs_of(windows(group, size), peers, key)
+            if not is_lossy(self.reducer):
+                jobs += jobs_of(windows(group, size), peers, key)
+                continue
+            jobs += jobs_of(windows(_compressed(group), size), peers, key)
+            jobs += jobs_of(windows(_exact(group), size), peers, key, exact=True)
         return jobs
 
     def _sender(self, jobs: Sequence[Job]) -> Sender:
@@ -265,6 +269,16 @@ class Averager:
 def is_lossy(reducer: Reducer) -> bool:
     """Say whether a reducer drops something, so that it needs differences to work on."""
     return bool(getattr(reducer, "lossy", False))
+
+
+def _compressed(named: Sequence[Named]) -> list[Named]:
+    """Return what a lossy reducer is given."""
+    return [(name, tensor) for name, tensor in named if not always_exact(name)]
+
+
+def _exact(named: Sequence[Named]) -> list[Named]:
+    """Return what it is not given."""
+    return [(name, tensor) for name, tensor in named if always_exact(name)]
 
 
 def _without(peers: Peers, skipped: tuple[int, ...]) -> Peers:
