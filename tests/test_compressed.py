@@ -29,6 +29,7 @@ from loosestep import (
 from loosestep.groups import own_group, world_group
 from loosestep.peers import Message, Peers, Transfer, peers_of
 from loosestep.testing import RankPool
+from loosestep.wire import codec_c
 
 SIZES = [0, 1, 2, 3, 5, 255, 257, 1000, 4999]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -127,6 +128,9 @@ def reduced(reducer: Any, buffer: torch.Tensor, peers: Peers, slot: str = "slot"
         handle = reducer.start(buffer, peers, slot)
         handle.advance()
         handle.wait()
+        result = buffer.clone()
+        handle.wait()
+        assert torch.equal(buffer, result), "to wait again changes nothing"
     said = reducer.bytes_on_wire(buffer.numel(), buffer.dtype, peers.size, peers.group_rank)
     assert handle.traffic.bytes_sent == said == counting.bytes, (said, counting.bytes)
     return handle
@@ -163,6 +167,18 @@ def test_the_oracles_bits(pool: RankPool, name: str, world: int) -> None:
 def test_subgroups(pool: RankPool, name: str, members: tuple[int, ...]) -> None:
     """So it is in groups that do not begin with rank 0."""
     assert pool.run(4, all_sizes, name, members) == [[]] * 4
+
+
+def plainly(name: str) -> list[str]:
+    """Do the same without loops in C, as on a machine without a compiler."""
+    with mock.patch.object(codec_c, "available", return_value=False):
+        return all_sizes(name)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int2", "topk"])
+def test_a_compiler_is_not_needed(pool: RankPool, name: str) -> None:
+    """Plain torch gives the oracle's bits too."""
+    assert pool.run(2, plainly, name) == [[], []]
 
 
 def by_averager(name: str) -> torch.Tensor:
@@ -264,6 +280,27 @@ def test_a_weight_of_zero_leaves_a_rank_out(pool: RankPool) -> None:
     for outcome in pool.run(3, try_bad, "raise", {1: (0, math.nan)}, weights):
         assert outcome["text"] == ""
         assert torch.equal(outcome["int8"], expected)
+
+
+def bad_in_subgroup() -> tuple[tuple[int, ...], str]:
+    """Put a NaN on global rank 3, which is group rank 1 of its pair."""
+    rank = dist.get_rank()
+    if rank < 2:
+        return (), ""
+    mine = torch.full((10,), math.nan if rank == 3 else 1.0)
+    try:
+        Int8().start(mine, peers_of(own_group((2, 3))), "slot").wait()
+    except NotFinite as error:
+        return error.ranks, str(error)
+    return (), ""
+
+
+def test_global_ranks_are_named(pool: RankPool) -> None:
+    """In a subgroup the error counts as the job does."""
+    for rank, (ranks, text) in list(enumerate(pool.run(4, bad_in_subgroup)))[2:]:
+        assert ranks == (3,)
+        assert text.startswith(f"rank {rank}: ")
+        assert "on rank 3 while" in text
 
 
 def too_large() -> tuple[int, ...]:

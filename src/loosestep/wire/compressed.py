@@ -188,6 +188,8 @@ class _InFlight:
             self._write(message, self._task.part(member))
         _wait(self._leaving)
         _give(self._inbox, self._outbox)
+        # To wait again is harmless; a message that is waited for twice never comes.
+        self._inbox, self._outbox, self._arriving, self._leaving = {}, {}, [], []
 
     def _encode(self, values: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         """Return what is to arrive (None: nothing of this rank), and a message for each part."""

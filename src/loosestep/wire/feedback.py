@@ -17,6 +17,7 @@ import torch
 from loosestep.flat import STAGING, slices
 from loosestep.peers import Peers
 from loosestep.wire.compressed import LARGEST, Compressed, Memories
+from loosestep.wire.nonfinite import all_finite
 from loosestep.wire.reducer import Handle, Reducer
 
 
@@ -100,7 +101,8 @@ class Residual:
         wanted = STAGING.take(self._size, torch.float32, values.device)
         if kept is None:
             return wanted.copy_(values)
-        return torch.add(values, kept.to(values.device), out=wanted).clamp_(-LARGEST, LARGEST)
+        torch.add(values, kept.to(values.device), out=wanted)
+        return wanted if all_finite(wanted) else wanted.clamp_(-LARGEST, LARGEST)
 
     def keep(self, wanted: torch.Tensor, decoded: Callable[[torch.Tensor], None]) -> None:
         """Keep what did not arrive."""
