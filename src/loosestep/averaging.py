@@ -190,10 +190,11 @@ class Averager:
 
     @torch.no_grad()
     def prepare(self, named: Sequence[Named], *, common: bool) -> None:
-        """Make the process groups that sharded tensors need; all ranks must call this.
+        """Make the process groups that tensors and reducer need; all ranks must call this.
 
         ``common``: all ranks hold the same values, from which differences are then taken.
         """
+        self._bind(named)
         jobs = self._jobs(Agreed(memory(named), (), _shard_keys(named), [], 0))
         if common and self._references is not None:
             remember(self._references, jobs)

@@ -20,7 +20,7 @@ from loosestep.schedule import (
     sync_steps,
 )
 from loosestep.topology import Topology
-from loosestep.wire import Mean, Reducer
+from loosestep.wire import Reducer, TwoLevel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Strategy:
 
     schedule: Schedule  # when, and on which level
     topology: Topology | None = None  # between whom; None: the levels host and world
-    reducer: Reducer = field(default_factory=Mean)  # how parameters are averaged
+    reducer: Reducer = field(default_factory=TwoLevel)  # how parameters are averaged
     buffers: Buffers | str = Buffers.MEAN  # what a sync does to BatchNorm statistics and the like
     optimizer_state: OptimizerState | str = OptimizerState.KEEP  # and to momentum and the like
     initial: Initial | str = Initial.BROADCAST  # what if replicas differ at the start
@@ -117,7 +117,7 @@ def post_local_sgd(
     return Strategy(
         schedule=after(warmup_steps, local, always(gradients=world)),
         topology=topology,
-        reducer=Mean() if reducer is None else reducer,
+        reducer=TwoLevel() if reducer is None else reducer,
         gradient_reducer=gradient_reducer,
         overlap_steps=overlap_steps,
     )
@@ -144,7 +144,7 @@ def hierarchical_sgd(
     return Strategy(
         schedule=after(warmup_steps, levels(periods, gradients=gradients), always(gradients=world)),
         topology=topology,
-        reducer=Mean() if reducer is None else reducer,
+        reducer=TwoLevel() if reducer is None else reducer,
         overlap_steps=overlap_steps,
     )
 
@@ -175,7 +175,7 @@ def zero(
     return Strategy(
         schedule=schedule,
         topology=topology,
-        reducer=Mean() if reducer is None else reducer,
+        reducer=TwoLevel() if reducer is None else reducer,
         sharding=Sharding(stage=stage),
     )
 
