@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from loosestep import (
@@ -28,6 +30,7 @@ from loosestep import (
     Strategy,
     Sync,
     Topology,
+    TwoLevel,
     ZeroRedundancyOptimizer,
     after,
     attach,
@@ -38,7 +41,7 @@ from loosestep import (
 )
 from loosestep.overlap import Copies, add_, differ_
 from loosestep.peers import Peers
-from loosestep.testing import RankPool
+from loosestep.testing import RankPool, run_ranks
 from loosestep.wire import Handle
 from tests.oracle import Net, average, equal, loss_of, make_net, sgd, snapshot, train_replicas
 
@@ -490,6 +493,30 @@ def test_only_what_was_launched_is_changed(pool: RankPool) -> None:
     assert pool.run(2, freeze) == [[1, 1, 0], [1, 1, 2]]
 
 
+def two_level() -> tuple[bool, bool]:
+    """Average by hosts, of which there seem to be two, and count process groups meanwhile."""
+    net = make_net()
+    optimizer = sgd(net)
+    with attach(net, optimizer, local(3, 2, reducer=TwoLevel(ranks_per_host=2))) as run:
+        groups = len(dist.distributed_c10d._world.pg_map)
+        go(net, optimizer, 0, STEPS)
+        run.finalize()
+        first, *others = gather(net)
+        none_made = groups == len(dist.distributed_c10d._world.pg_map)
+        return all(equal(first, other) for other in others), none_made
+
+
+def gather(net: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, snapshot(net))
+    return everyone
+
+
+def test_a_reducer_may_have_process_groups_of_its_own(pool: RankPool) -> None:
+    """They are made at the start, and an average under way uses them like any other."""
+    assert pool.run(4, two_level) == [(True, True)] * 4
+
+
 def ties() -> bool:
     one, two = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(4))
     two.data = one.data
@@ -507,6 +534,33 @@ def ties() -> bool:
 def test_tied_memory_is_moved_once(pool: RankPool) -> None:
     """Two parameters over the same memory are moved to the mean once, where they are."""
     assert pool.run(2, ties) == [True, True]
+
+
+def shards() -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    net: Any = torch.nn.Linear(2, 4, bias=False)
+    fully_shard(net, mesh=mesh["shard"])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    schedule = every(1, "replicate", gradients="shard")
+    strategy = Strategy(
+        schedule=schedule, topology=Topology.from_mesh(mesh, timeout=20), overlap_steps=1
+    )
+    with attach(net, optimizer, strategy):
+        here = net.weight.detach().to_local()
+        here.fill_(dist.get_rank())
+        for _ in range(2):
+            net(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            here.add_(10.0)
+    return here.flatten().tolist()
+
+
+def test_shards_meet_their_like() -> None:
+    """Ranks 0 and 2 hold one half of the rows, 1 and 3 the other; ten are added meanwhile."""
+    # 0 and 2 have the mean 1, 1 and 3 the mean 2; then 10 is added twice.
+    zero, one, two, three = run_ranks(4, shards)
+    assert zero == two == [21.0] * 4
+    assert one == three == [22.0] * 4
 
 
 def look() -> tuple[bool, bool, bool]:

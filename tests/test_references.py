@@ -407,6 +407,26 @@ def test_what_is_not_finite_can_be_skipped(pool: RankPool, way: str) -> None:
         assert values == [1.5, 1.5, 1.5]  # of 1 and 2
 
 
+def masked() -> tuple[list[float], list[str]]:
+    net: Any = torch.nn.Linear(2, 2)
+    net.register_buffer("mask", torch.tensor([float("-inf"), 1.0 + dist.get_rank()]))
+    reducer = Eighths()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    with attach(net, optimizer, Strategy(schedule=every(1), reducer=reducer, initial="ignore")):
+        for _ in range(2):
+            net.mask[1] = 1.03 + dist.get_rank()
+            optimizer.step()
+    return net.mask.tolist(), [slot for slot, _ in reducer.sent]
+
+
+def test_buffers_are_averaged_exactly(pool: RankPool) -> None:
+    """Masks may be infinite and statistics are few: they are never compressed."""
+    for values, slots in pool.run(2, masked):
+        assert values == [float("-inf"), pytest.approx(1.53)]
+        assert len(slots) == 1
+        assert "mask" not in slots[0]
+
+
 def recover() -> tuple[bool, bool]:
     """Let a rank diverge between syncs; return whether all is well after the next."""
     net = make_net()
