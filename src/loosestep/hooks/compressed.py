@@ -135,7 +135,7 @@ class GradientHook:
         self._peers = self._reductions.own_peers(peers)
         self._windows: list[_Window] = []
         self._places: dict[torch.Tensor, tuple[int, int]] = {}  # window and first element
-        self._passes = 0
+        self._passes = 0  # backwards that have begun
         self._open: list[_Open] = []  # of this backward
 
     def bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -151,10 +151,10 @@ class GradientHook:
 
     def observe(self, bucket: GradBucket) -> None:
         """Count a bucket, and take it for a window in the first backward, whoever shares it."""
-        if self._passes == 0:
-            self._settle(bucket.parameters())
-        if bucket.is_last():
+        if bucket.index() == 0:
             self._passes += 1
+        if self._passes == 1:
+            self._settle(bucket.parameters())
 
     @property
     def traffic(self) -> Traffic:
@@ -216,7 +216,7 @@ class GradientHook:
     def _launch(self, window: _Window) -> None:
         """Hand a full window to the thread, and begin an empty one."""
         self._windows[window.index] = _Window(window.index, window.parameters)
-        phase = Phase("sharing gradients", f"bucket {window.index}", self._passes)
+        phase = Phase("sharing gradients", f"bucket {window.index}", self._passes - 1)
         reductions, peers = self._reductions, self._peers.during(phase)
 
         def job() -> None:
