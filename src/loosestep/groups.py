@@ -136,6 +136,8 @@ def private_twin(group: dist.ProcessGroup, timeout: float | None = None) -> dist
 
 def free_group(group: dist.ProcessGroup) -> None:
     """Close the group's connections, unless everything has been closed already."""
+    for subgroup in _subgroups.pop(group, {}).values():
+        free_group(subgroup)
     if dist.is_initialized() and group in c10d._world.pg_map:
         dist.destroy_process_group(group)
 

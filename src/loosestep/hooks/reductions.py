@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from loosestep.errors import NotFinite
 from loosestep.groups import free_group, own_group
 from loosestep.peers import Peers, Phase
 from loosestep.wire import Reducer, Traffic
@@ -29,7 +30,7 @@ class Reductions:
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer
         self.traffic = Traffic()  # of all that is done
-        self.failure: Exception | None = None  # the first, with its type: a future has its text
+        self.failure: Exception | None = None  # with its type: a future has its text only
         self._groups: dict[Peers, Peers] = {}
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._jobs,), daemon=True)
@@ -80,7 +81,8 @@ class Reductions:
             handle.wait()
             self.traffic.add(handle.traffic)
         except Exception as error:  # whatever it is, it belongs to whoever waits
-            self.failure = self.failure or error
+            if self.failure is None or isinstance(self.failure, NotFinite):
+                self.failure = error  # after values that were not finite, life goes on
             return error
         return None
 

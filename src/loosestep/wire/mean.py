@@ -21,8 +21,8 @@ import torch
 
 from loosestep.flat import STAGING, slices
 from loosestep.peers import Peers
-from loosestep.wire import fused
 from loosestep.wire.exchange import Exchange, Task
+from loosestep.wire.fused import library
 from loosestep.wire.links import exchanges, largest
 from loosestep.wire.pieces import InPieces, cut
 from loosestep.wire.reducer import Done, Handle, Stateless, Traffic
@@ -136,8 +136,8 @@ def reduce_into(
 def _fused(out: torch.Tensor) -> Callable[..., None] | None:
     if out.dtype not in FUSED or out.device.type != "cpu":
         return None
-    library = fused.library("mean")
-    return None if library is None else getattr(library, FUSED[out.dtype])
+    loops = library("mean")
+    return None if loops is None else getattr(loops, FUSED[out.dtype])
 
 
 def _pointers(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
@@ -262,14 +262,14 @@ def sample(traffic: Traffic, replicas: list[torch.Tensor]) -> None:
 
 
 def _spread(replicas: list[torch.Tensor]) -> tuple[float, float]:
-    library = fused.library("mean") if replicas[0].dtype == torch.float32 else None
-    if library is None or replicas[0].device.type != "cpu":
+    loops = library("mean") if replicas[0].dtype == torch.float32 else None
+    if loops is None or replicas[0].device.type != "cpu":
         values = torch.stack(replicas).double()
         mean = values.mean(0)
         return float(values.sub(mean).square_().sum()), float(mean.square().sum())
     sums = (ctypes.c_double * 2)()
     count = ctypes.c_size_t(replicas[0].numel())
-    library.spread_f32(sums, _pointers(replicas), ctypes.c_size_t(len(replicas)), count)
+    loops.spread_f32(sums, _pointers(replicas), ctypes.c_size_t(len(replicas)), count)
     return sums[0], sums[1]
 
 

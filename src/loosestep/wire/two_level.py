@@ -93,7 +93,7 @@ class TwoLevel:
     def start(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Handle:
         """Launch the mean of ``buffer`` over ``peers``; a group's first call is collective."""
         ways = None if peers.size == 1 else self._ways_of(peers)
-        if ways is None or ways.across.size == 1:
+        if ways is None:
             one_host = peers.size == 1 or len(self._hosts_of[peers.size]) == 1
             return (Mean() if one_host else self.inner).start(buffer, peers, slot)
         inside = replace(ways.inside, phase=peers.phase)
@@ -159,6 +159,8 @@ class TwoLevel:
         return made[size]
 
     def _make_ways(self, peers: Peers, hosts: list[tuple[int, ...]]) -> Ways | None:
+        if len(hosts) == 1:
+            return None
         if len({len(members) for members in hosts}) > 1:
             logger.info(
                 "level %r: hosts have %s ranks; all of them are averaged directly",
