@@ -566,21 +566,21 @@ def test_shards_meet_their_like() -> None:
 def look() -> tuple[bool, bool, bool]:
     net = make_net()
     optimizer = sgd(net)
-    with attach(net, optimizer, local(4, 3)) as run:
+    with attach(net, optimizer, local(4, 3, reducer=SlowMean())) as run:
         go(net, optimizer, 0, 5)
         before = snapshot(net)
+        with run.averaged():  # while one is under way
+            shown = snapshot(net)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, net)
         average(everyone)
-        with run.averaged():
-            shown = equal(snapshot(net), snapshot(everyone[0]))
         undisturbed = equal(before, snapshot(net))
         go(net, optimizer, 5, STEPS)
     other = make_net()
     optimizer = sgd(other)
     with attach(other, optimizer, local(4, 3)):
         go(other, optimizer, 0, STEPS)
-    return shown, undisturbed, equal(snapshot(net), snapshot(other))
+    return equal(shown, snapshot(everyone[0])), undisturbed, equal(snapshot(net), snapshot(other))
 
 
 def test_the_average_can_be_looked_at_in_flight(pool: RankPool) -> None:
