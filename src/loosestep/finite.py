@@ -15,9 +15,7 @@ from loosestep.wire import Reducer
 
 def policy_of(reducer: Reducer) -> str:
     """Return what a reducer does about such values, ``RAISE`` or ``SKIP``; empty: it sends them."""
-    inner = getattr(getattr(reducer, "inner", None), "engine", None)  # of one that wraps another
-    policy = getattr(reducer, "on_nonfinite", None) or getattr(inner, "on_nonfinite", None)
-    return str(getattr(policy, "name", ""))
+    return str(getattr(getattr(reducer, "on_nonfinite", None), "name", ""))
 
 
 @torch.no_grad()

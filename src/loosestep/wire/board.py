@@ -27,13 +27,11 @@ from loosestep.wire.shelf import Shelf
 WINDOWS = 3  # of every rank: one is filled, one is summed, one is emptied
 WINDOW_BYTES = 2 << 20  # larger: fewer waits; smaller: less memory, and it stays in the cache
 ARENA_BYTES = 24 << 20  # for the windows of all ranks of a host together, in one group
-SLOTS = 128  # tensors that may be lent at once
+SLOTS = 128  # buffers and tensors that may be under way at once
 
-STAGED, REDUCED, EMPTIED = 0, 1, 2  # the number of the last window that is so far
-PLACES = 3  # and where each of the windows lies
-LENT = PLACES + WINDOWS  # four columns for every slot
-ADDRESS, OFFERED, TAKEN = 0, 1, 2
-COLUMNS = LENT + 4 * SLOTS
+# The columns of a slot: where it lies, and the number of the last one that is so far.
+PLACE, DETAIL, OFFERED, REDUCED, TAKEN = range(5)
+COLUMNS = 5 * SLOTS
 
 PROBE_SECONDS = 0.02  # how often a waiting rank looks whether its neighbours live
 SPINS = 20  # looks before it goes to sleep: the neighbours may be nearly there
@@ -112,13 +110,12 @@ class Board:
         self.segment, self.window_bytes = segment, window_bytes
         self.neighbours: dict[int, Neighbour] = {}
         self.hosts: list[tuple[int, ...]] = []  # the members of the group, by host
-        self.started = 0  # windows so far
-        self.lent = 0  # tensors so far
+        self.started = 0  # slots so far
+        self.open: dict[int, int] = {}  # place of a slot -> its number, until all have taken it
+        self.windows: list[Use | None] = [None] * WINDOWS  # by whom they were used last
         self.any_neighbours = False  # whether any member of the group has some
         self.readable = False  # whether the kernel lets neighbours read each other's memory
         self.shelf = Shelf()
-        self.open: dict[int, int] = {}  # slot -> number of the tensor that is lent in it
-        self.offered: dict[int, object] = {}  # kept while a neighbour may read it
         self.shared: list[Home] = []  # where resident parameters of mine live
         self.rows: list[ctypes.Array[ctypes.c_int64]] = []
         if segment is not None:
@@ -130,22 +127,10 @@ class Board:
         """The neighbours' group ranks."""
         return list(self.neighbours)
 
-    def tell(self, member: int, column: int, value: int) -> None:
-        """Write a number into my row on a neighbour's board, and wake it if it waits for that."""
-        neighbour = self.neighbours[member]
-        _fence()
-        neighbour.row[column] = value
-        wake(neighbour.address + 8 * column)
-
-    def tell_all(self, column: int, value: int) -> None:
-        """Tell all neighbours."""
+    def wait_for_all(self, peers: Peers, column: int, value: int) -> None:
+        """Return when all neighbours have reached ``value``."""
         for member in self.neighbours:
-            self.tell(member, column, value)
-
-    def note(self, column: int, value: int) -> None:
-        """Tell all neighbours something that nobody waits for."""
-        for neighbour in self.neighbours.values():
-            neighbour.row[column] = value
+            self.wait(peers, member, column, value)
 
     def wait(self, peers: Peers, member: int, column: int, value: int) -> None:
         """Return when a neighbour has reached ``value``; raise when it died or is too slow."""
@@ -177,10 +162,69 @@ class Board:
 
     def _owes(self, member: int) -> bool:
         row = self.rows[member]
-        lent = list(self.open.items())
-        return row[EMPTIED] < self.started or any(
-            row[LENT + 4 * slot + TAKEN] < number for slot, number in lent
-        )
+        return any(row[5 * place + TAKEN] < number for place, number in list(self.open.items()))
+
+
+@dataclass
+class Use:
+    """A slot as whoever comes next sees it; without peers, so that no group is kept alive."""
+
+    number: int
+    column: int  # in which neighbours say that they have taken it
+    finished: bool = False  # whether this rank has taken what it needs of the others'
+
+    def taken(self, board: Board) -> bool:
+        """Say whether no neighbour needs it any more."""
+        return all(board.rows[member][self.column] >= self.number for member in board.neighbours)
+
+
+class Slot:
+    """A buffer or tensor of this rank that its neighbours see, and theirs that it sees in turn.
+
+    All members of a group open their slots in the same order; how far each is may differ.
+    """
+
+    def __init__(self, board: Board, peers: Peers) -> None:
+        self.members = board.members
+        self.board, self._peers = board, peers
+        board.started += 1
+        place = board.started % SLOTS
+        self.number, self._first = board.started, 5 * place
+        self.use = Use(self.number, self._first + TAKEN)
+        if place in board.open:
+            board.wait_for_all(peers, self.use.column, board.open[place])
+        board.open[place] = self.number
+
+    def offer(self, place: int, detail: int = 0) -> None:
+        """Tell all neighbours where mine lies."""
+        for neighbour in self.board.neighbours.values():
+            neighbour.row[self._first + PLACE] = place
+            neighbour.row[self._first + DETAIL] = detail
+        self.tell_all(OFFERED)
+
+    def tell(self, member: int, mark: int) -> None:
+        """Tell a neighbour that I have come to ``mark``, and wake it if it waits for that."""
+        neighbour, column = self.board.neighbours[member], self._first + mark
+        _fence()
+        neighbour.row[column] = self.number
+        wake(neighbour.address + 8 * column)
+
+    def tell_all(self, mark: int) -> None:
+        """Tell all of them."""
+        for member in self.members:
+            self.tell(member, mark)
+
+    def told(self, member: int, mark: int) -> int:
+        """Return what a neighbour has told of its own slot."""
+        return self.board.rows[member][self._first + mark]
+
+    def wait(self, member: int, mark: int) -> None:
+        """Return when a neighbour has come to ``mark``."""
+        self.board.wait(self._peers, member, self._first + mark, self.number)
+
+    def wait_until_taken(self) -> None:
+        """Return when no neighbour needs mine any more."""
+        self.board.wait_for_all(self._peers, self.use.column, self.number)
 
 
 def _comes_soon(row: ctypes.Array[ctypes.c_int64], column: int, value: int) -> bool:

@@ -39,6 +39,7 @@ class ErrorFeedback:
                 "TopK(...) or Cast(dtype)"
             )
         self.inner, self._engine = inner, engine
+        self.on_nonfinite = engine.on_nonfinite
         self._sent: dict[str, torch.Tensor] = {}
         self._mean: dict[str, torch.Tensor] = {}
 

@@ -11,44 +11,38 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from loosestep.peers import Peers
-from loosestep.wire.board import ADDRESS, LENT, OFFERED, SLOTS, TAKEN, Board, Neighbour
-from loosestep.wire.segments import Segment
-from loosestep.wire.shelf import SIZE_BITS, Copy
-
-DETAIL = 3  # the column of a slot that tells which file of the lender holds a copy
+from loosestep.wire.board import DETAIL, OFFERED, PLACE, TAKEN, Board, Slot
+from loosestep.wire.shelf import Copy, copy_of
 
 Ranges = Sequence[tuple[int, int]]  # of elements: first, and one after the last
 
 
-class Slot:
+class Loan:
     """One tensor that this rank lends to its neighbours, and theirs that it reads in turn."""
 
     def __init__(self, board: Board, peers: Peers, pieces: Sequence[torch.Tensor]) -> None:
-        self.members = sorted(board.neighbours)
-        self._board, self._peers = board, peers
-        board.lent += 1
-        self._number, self._place = board.lent, board.lent % SLOTS
-        assert self._place not in board.open, "too many tensors lent at once"
-        board.open[self._place] = self._number
+        self._board, self._peers, self._slot = board, peers, Slot(board, peers)
+        self.members = self._slot.members
+        self._kept: Sequence[torch.Tensor] = ()  # while neighbours may read it
+        self._copy: Copy | None = None
         if board.readable:
             assert len(pieces) == 1, "several pieces are lent by a table of their addresses"
-            board.offered[self._place] = pieces[0]
-            self._offer(pieces[0].data_ptr(), 0)
+            self._kept = pieces
+            self._slot.offer(pieces[0].data_ptr())
         else:
-            copy = board.shelf.take(pieces)
-            board.offered[self._place] = copy
-            self._offer(copy.key, copy.detail)
+            self._copy = board.shelf.take(pieces)
+            self._slot.offer(self._copy.key, self._copy.detail)
 
     def wait(self, member: int) -> None:
         """Return when a neighbour has offered its tensor."""
-        self._board.wait(self._peers, member, self._column(OFFERED), self._number)
+        self._slot.wait(member, OFFERED)
 
     def read(self, member: int, ranges: Ranges, into: torch.Tensor) -> None:
         """Copy ranges of elements of a neighbour's tensor to a contiguous one, in this order."""
         size = into.element_size()
         spans = [(start * size, (stop - start) * size) for start, stop in ranges]
         if self._board.readable:
-            base = self._told(member, ADDRESS)
+            base = self._slot.told(member, PLACE)
             self.read_spans(member, [(base + at, length) for at, length in spans], [into])
             return
         room, memory, filled = into.view(torch.uint8), self._copy_of(member), 0
@@ -74,44 +68,24 @@ class Slot:
 
     def taken(self, member: int) -> None:
         """Tell a neighbour that this rank needs its tensor no more."""
-        self._board.tell(member, self._column(TAKEN), self._number)
+        self._slot.tell(member, TAKEN)
 
     def close(self) -> None:
         """Return when the neighbours have taken what they need of mine."""
-        for member in self.members:
-            self._board.wait(self._peers, member, self._column(TAKEN), self._number)
-        del self._board.open[self._place]
-        lent = self._board.offered.pop(self._place)
-        if isinstance(lent, Copy):
-            self._board.shelf.give(lent)
-
-    def _offer(self, address: int, detail: int) -> None:
-        self._board.note(self._column(ADDRESS), address)
-        self._board.note(self._column(DETAIL), detail)
-        self._board.tell_all(self._column(OFFERED), self._number)
-
-    def _column(self, mark: int) -> int:
-        return LENT + 4 * self._place + mark
-
-    def _told(self, member: int, mark: int) -> int:
-        return self._board.rows[member][self._column(mark)]
+        self._slot.wait_until_taken()
+        self._kept = ()
+        if self._copy is not None:
+            self._board.shelf.give(self._copy)
+        self._copy = None
 
     def _copy_of(self, member: int) -> torch.Tensor:
-        key, neighbour = self._told(member, ADDRESS), self._board.neighbours[member]
-        if key not in neighbour.copies:
-            neighbour.copies[key] = self._map(neighbour, self._told(member, DETAIL))
-        return neighbour.copies[key]
-
-    def _map(self, neighbour: Neighbour, detail: int) -> torch.Tensor:
-        fd, size = detail >> SIZE_BITS, detail & ((1 << SIZE_BITS) - 1)
-        reason = ""
+        key, neighbour = self._slot.told(member, PLACE), self._board.neighbours[member]
+        reason, detail = "", self._slot.told(member, DETAIL)
         try:
-            segment = Segment.open(neighbour.pid, fd, size)
-            segment.seal()
-            return segment.bytes()
+            return copy_of(neighbour.copies, key, neighbour.pid, detail)
         except OSError as error:
             reason = f"its memory cannot be shared: {error}"
-        raise self._peers.lost(neighbour.member, reason)
+        raise self._peers.lost(member, reason)
 
 
 class Handout:
@@ -121,26 +95,26 @@ class Handout:
         self._by_table = board.readable
         addresses = [piece.data_ptr() for piece in pieces]
         table = [torch.tensor(addresses, dtype=torch.int64)]
-        self._slot = Slot(board, peers, table if board.readable else pieces)
+        self._loan = Loan(board, peers, table if board.readable else pieces)
 
     def collect(self, places: Sequence[Sequence[torch.Tensor]]) -> None:
         """Read every neighbour's pieces to their places, and let it have its memory back."""
-        for member in self._slot.members:
-            self._slot.wait(member)
+        for member in self._loan.members:
+            self._loan.wait(member)
             if places[member] and self._by_table:
-                self._slot.read_spans(member, list(self._spans(member, places)), places[member])
+                self._loan.read_spans(member, list(self._spans(member, places)), places[member])
             elif places[member]:
-                self._slot.read_pieces(member, places[member])
-            self._slot.taken(member)
+                self._loan.read_pieces(member, places[member])
+            self._loan.taken(member)
 
     def release(self) -> None:
         """Return when the neighbours have read mine."""
-        self._slot.close()
+        self._loan.close()
 
     def _spans(
         self, member: int, places: Sequence[Sequence[torch.Tensor]]
     ) -> Iterator[tuple[int, int]]:
         table = torch.empty(len(places[member]), dtype=torch.int64)
-        self._slot.read(member, [(0, table.numel())], table)
+        self._loan.read(member, [(0, table.numel())], table)
         for address, place in zip(table.tolist(), places[member], strict=True):
             yield address, place.nbytes

@@ -14,17 +14,12 @@ from __future__ import annotations
 
 import torch
 
-from loosestep.wire.board import (
-    EMPTIED,
-    PLACES,
-    REDUCED,
-    STAGED,
-    WINDOWS,
-    Board,
-)
+from loosestep.wire.board import DETAIL, OFFERED, PLACE, REDUCED, TAKEN, Board, Slot
 from loosestep.wire.exchange import Task
+from loosestep.wire.shelf import Copy, copy_of
 
-IN_WINDOW = -1  # otherwise a place is the key of a shared segment and an offset in it
+# Where a buffer lies: in a window (-1, -2, ...), in a copy (its key), or where it is resident
+# (the key of that memory above the offset in it).
 OFFSET_BITS = 44
 
 
@@ -34,21 +29,20 @@ class MemoryExchange:
     in_memory = True
 
     def __init__(self, task: Task, board: Board) -> None:
-        self._task, self._board = task, board
-        self.members = board.members
+        self._task, self._board, self._slot = task, board, Slot(board, task.peers)
+        self.members = self._slot.members
         self._first, self._last = task.bounds[task.peers.group_rank]
-        board.started += 1
-        self._number = board.started
-        self._start = (self._number % WINDOWS) * board.window_bytes
-        self._place = place_of(board, task.buffer)
-        self._window = self._memory(board.arena, self._start)
+        self._copy: Copy | None = None
         self._views: dict[int, torch.Tensor] = {}
-        self._stage()
+        home = place_of(board, task.buffer)
+        self._resident = home is not None
+        self._mine = task.buffer  # what the neighbours see of it
+        self._slot.offer(*(self._stage() if home is None else (home, 0)))
 
     def ready(self) -> None:
         """Return when the neighbours' slices can be read."""
         for member in self.members:
-            self._board.wait(self._task.peers, member, STAGED, self._number)
+            self._slot.wait(member, OFFERED)
         self._views = {member: self._view(member) for member in self.members}
 
     def read(self, member: int) -> torch.Tensor:
@@ -57,64 +51,89 @@ class MemoryExchange:
 
     def mirrors(self) -> list[torch.Tensor]:
         """Return where the result of my slice is to be written too."""
-        resident = [m for m in self.members if self._place_of(m) != IN_WINDOW]
+        resident = [m for m in self.members if self._slot.told(m, PLACE) >> OFFSET_BITS > 0]
         places = [self.read(member) for member in resident]
-        if len(resident) < len(self.members) and self._place == IN_WINDOW:
-            places.append(self._window[self._first : self._last])
+        if len(resident) < len(self.members) and not self._resident:
+            places.append(self._mine[self._first : self._last])
         return places
 
     def publish(self) -> None:
         """Tell the neighbours that the result of my slice is where they look for it."""
-        self._board.tell_all(REDUCED, self._number)
+        self._slot.tell_all(REDUCED)
 
     def collect(self) -> None:
         """Put every neighbour's result into the buffer, unless they have done so."""
-        resident, buffer = self._place != IN_WINDOW, self._task.buffer
+        buffer = self._task.buffer
         for member in self.members:
-            self._board.wait(self._task.peers, member, REDUCED, self._number)
-            if not resident:
+            self._slot.wait(member, REDUCED)
+            if not self._resident:
                 first, last = self._task.bounds[member]
                 buffer[first:last].copy_(self._views[member][first:last])
-        self._board.tell_all(EMPTIED, self._number)
+        self._slot.use.finished = True
+        self._slot.tell_all(TAKEN)
 
     def release(self) -> None:
-        """Return when the neighbours have what they need of a buffer that they read in place."""
-        if self._place != IN_WINDOW:
-            for member in self.members:
-                self._board.wait(self._task.peers, member, EMPTIED, self._number)
+        """Return when the neighbours have what they need, if they read it from more than a window.
 
-    def _stage(self) -> None:
-        """Put my slices where the neighbours find them, and tell them where that is."""
-        for member in self.members:  # all have emptied what was in this window before
-            self._board.wait(self._task.peers, member, EMPTIED, self._number - WINDOWS)
-        if self._place == IN_WINDOW:
-            buffer = self._task.buffer
-            self._window[: self._first].copy_(buffer[: self._first])
-            self._window[self._last :].copy_(buffer[self._last :])
-        self._board.note(PLACES + self._number % WINDOWS, self._place)
-        self._board.tell_all(STAGED, self._number)
+        A window is waited for when it is needed again.
+        """
+        if self._resident or self._copy is not None:
+            self._slot.wait_until_taken()
+        if self._copy is not None:
+            self._board.shelf.give(self._copy)
+            self._copy = None
 
-    def _place_of(self, member: int) -> int:
-        return self._board.rows[member][PLACES + self._number % WINDOWS]
+    def _stage(self) -> tuple[int, int]:
+        """Copy the slices that neighbours own to where they find them, and say where that is."""
+        index = self._free_window()
+        if index is None:
+            self._copy = self._board.shelf.take([self._task.buffer])
+            self._mine = self._part(self._copy.memory, 0)
+            return self._copy.key, self._copy.detail
+        self._board.windows[index] = self._slot.use
+        self._mine = self._part(self._board.arena, index * self._board.window_bytes)
+        self._mine[: self._first].copy_(self._task.buffer[: self._first])
+        self._mine[self._last :].copy_(self._task.buffer[self._last :])
+        return -1 - index, 0
+
+    def _free_window(self) -> int | None:
+        """Return a window that nobody reads, waiting if it is for others; None: it is up to me.
+
+        [Note: windows of one's own] Where this rank holds all windows for averages that it has
+        not finished (two of them taking turns), waiting for a window would be for ever.
+        """
+        uses = self._board.windows
+        for index, use in enumerate(uses):
+            if use is None or use.taken(self._board):
+                return index
+        finished = [use for use in uses if use is not None and use.finished]
+        if not finished:
+            return None
+        oldest = min(finished, key=lambda use: use.number)
+        self._board.wait_for_all(self._task.peers, oldest.column, oldest.number)
+        return uses.index(oldest)
 
     def _view(self, member: int) -> torch.Tensor:
-        """Return a member's buffer: its window, or where it is resident."""
-        place, neighbour = self._place_of(member), self._board.neighbours[member]
-        if place == IN_WINDOW:
-            return self._memory(neighbour.arena, self._start)
+        """Return a member's buffer, wherever it lies."""
+        place, neighbour = self._slot.told(member, PLACE), self._board.neighbours[member]
+        if place < 0:
+            return self._part(neighbour.arena, (-1 - place) * self._board.window_bytes)
+        if place >> OFFSET_BITS == 0:
+            detail = self._slot.told(member, DETAIL)
+            return self._part(copy_of(neighbour.copies, place, neighbour.pid, detail), 0)
         key, offset = place >> OFFSET_BITS, place & ((1 << OFFSET_BITS) - 1)
-        return self._memory(neighbour.opened[key], offset)
+        return self._part(neighbour.opened[key], offset)
 
-    def _memory(self, memory: torch.Tensor, start: int) -> torch.Tensor:
+    def _part(self, memory: torch.Tensor, start: int) -> torch.Tensor:
         """Return the part of some memory that holds a buffer like mine."""
         buffer = self._task.buffer
         return memory[start : start + buffer.nbytes].view(buffer.dtype)
 
 
-def place_of(board: Board, buffer: torch.Tensor) -> int:
+def place_of(board: Board, buffer: torch.Tensor) -> int | None:
     """Return where neighbours find a buffer of mine, if it lies in memory that they have mapped."""
     address = buffer.data_ptr()
     for home in board.shared:
         if home.address <= address and address + buffer.nbytes <= home.address + home.size:
             return (home.key << OFFSET_BITS) | (address - home.address)
-    return IN_WINDOW
+    return None

@@ -16,7 +16,7 @@ import torch
 from loosestep.flat import STAGING
 from loosestep.peers import Message, Peers, Transfer
 from loosestep.wire.board import Board
-from loosestep.wire.lending import Handout, Ranges, Slot
+from loosestep.wire.lending import Handout, Loan, Ranges
 from loosestep.wire.links import reach
 from loosestep.wire.mean import BLOCK, mean_into
 from loosestep.wire.reducer import Traffic
@@ -68,28 +68,28 @@ class MemoryDelivery:
     in_memory = True
 
     def __init__(self, parcels: Parcels, board: Board) -> None:
-        self._parcels, self._slot = parcels, Slot(board, parcels.peers, [parcels.source])
-        self.members = self._slot.members
+        self._parcels, self._loan = parcels, Loan(board, parcels.peers, [parcels.source])
+        self.members = self._loan.members
 
     def ready(self) -> None:
         """Return when the neighbours have told where their tensors lie."""
         for member in self.members:
-            self._slot.wait(member)
+            self._loan.wait(member)
 
     def read(self, member: int, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
         """Copy some of a neighbour's elements to the front of ``scratch``."""
         into = scratch[: stop - start]
-        self._slot.read(member, clip(self._parcels.incoming[member], start, stop), into)
+        self._loan.read(member, clip(self._parcels.incoming[member], start, stop), into)
         return into
 
     def taken(self) -> None:
         """Let the neighbours have their memory back."""
         for member in self.members:
-            self._slot.taken(member)
+            self._loan.taken(member)
 
     def release(self) -> None:
         """Return when the neighbours have read mine."""
-        self._slot.close()
+        self._loan.close()
 
 
 class SocketDelivery:

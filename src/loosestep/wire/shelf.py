@@ -41,7 +41,7 @@ class Copy:
 
     def __init__(self, segment: Segment, key: int) -> None:
         self.segment, self.key = segment, key
-        self._memory = segment.bytes()
+        self.memory = segment.bytes()
 
     @property
     def detail(self) -> int:
@@ -52,5 +52,14 @@ class Copy:
         """Copy pieces in, one after the other."""
         at = 0
         for piece in pieces:
-            self._memory[at : at + piece.nbytes].copy_(piece.reshape(-1).view(torch.uint8))
+            self.memory[at : at + piece.nbytes].copy_(piece.reshape(-1).view(torch.uint8))
             at += piece.nbytes
+
+
+def copy_of(opened: dict[int, torch.Tensor], key: int, pid: int, detail: int) -> torch.Tensor:
+    """Return a neighbour's copy; what was mapped before is among those ``opened``."""
+    if key not in opened:
+        segment = Segment.open(pid, detail >> SIZE_BITS, detail & ((1 << SIZE_BITS) - 1))
+        segment.seal()
+        opened[key] = segment.bytes()
+    return opened[key]
