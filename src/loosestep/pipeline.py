@@ -85,8 +85,37 @@ class Sent:
         return self.handle.traffic
 
 
+@dataclass
+class SentTogether:
+    """Several windows on their way as one."""
+
+    jobs: Sequence[Job]
+    buffers: Sequence[torch.Tensor]
+    handle: Handle
+
+    @property
+    def bytes_staged(self) -> int:
+        """How much memory the copies take."""
+        return sum(_bytes_staged(job) for job in self.jobs)
+
+    def land(self) -> Traffic:
+        """Wait for all means and write them back."""
+        self.handle.wait()
+        for job, buffer in zip(self.jobs, self.buffers, strict=True):
+            if not job.window.in_place:
+                unpack(job.window, buffer)
+                STAGING.give(buffer)
+        return self.handle.traffic
+
+
 class Sender(Protocol):
-    """Starts a window on its way."""
+    """Starts windows on their way."""
+
+    def batch(self, jobs: deque[Job]) -> list[Job]:
+        """Take from the front of ``jobs`` what goes together."""
+
+    def send_together(self, jobs: Sequence[Job], phase: Phase) -> SentTogether:
+        """Launch the means of windows that go together."""
 
     def send(self, job: Job, phase: Phase) -> Sent:
         """Launch the window's mean."""
@@ -98,6 +127,31 @@ class Direct:
 
     reducer: Reducer
 
+    def batch(self, jobs: deque[Job]) -> list[Job]:
+        """Take one, or as many as the reducer takes at a time and memory allows."""
+        taken = [jobs.popleft()]
+        takes_many = getattr(self.reducer, "takes_many", None)
+        first = taken[0]
+        window, peers = first.window, first.peers
+        if takes_many is None or not takes_many(peers, window.dtype, window.device):
+            return taken
+        staged = _bytes_staged(first)
+        while jobs and _alike(first, jobs[0]) and not jobs[0].silent:
+            staged += _bytes_staged(jobs[0])
+            if staged > BUDGET_BYTES:
+                break
+            taken.append(jobs.popleft())
+        return taken
+
+    def send_together(self, jobs: Sequence[Job], phase: Phase) -> SentTogether:
+        """Launch them by one call."""
+        buffers = [
+            job.window.pieces[0].view.view(-1) if job.window.in_place else stage(job)
+            for job in jobs
+        ]
+        start_many = getattr(self.reducer, "start_many")  # noqa: B009  (not all reducers have it)
+        return SentTogether(jobs, buffers, start_many(buffers, jobs[0].peers.during(phase)))
+
     def send(self, job: Job, phase: Phase) -> Sent:
         """Launch the mean of the values."""
         staged = job.silent or not job.window.in_place
@@ -105,6 +159,15 @@ class Direct:
         reducer = Mean() if job.exact else self.reducer
         handle = reducer.start(buffer, job.peers.during(phase), job.slot)
         return Sent(job, buffer, handle, staged)
+
+
+def _alike(one: Job, other: Job) -> bool:
+    same = one.window.dtype == other.window.dtype and one.exact == other.exact
+    return same and one.peers == other.peers and not one.silent
+
+
+def _bytes_staged(job: Job) -> int:
+    return 0 if job.window.in_place else job.window.numel * job.window.dtype.itemsize
 
 
 def stage(job: Job) -> torch.Tensor:
@@ -128,8 +191,8 @@ class Averaging:
         self._jobs = deque(jobs)
         self._depth = min((links.depth(job.peers) for job in jobs), default=1)
         self._sender, self._largest, self._step = sender, largest, step
-        self._inbound: deque[Sent] = deque()
-        self._outbound: deque[Sent] = deque()
+        self._inbound: deque[Sent | SentTogether] = deque()
+        self._outbound: deque[Sent | SentTogether] = deque()
         self.traffic = Traffic()
         self._launch_some()
 
@@ -154,9 +217,12 @@ class Averaging:
             held = sum(sent.bytes_staged + sent.handle.bytes_held for sent in self._inbound)
             if self._inbound and held >= BUDGET_BYTES:
                 return
-            job = self._jobs.popleft()
-            phase = Phase("averaging", job.window.name, self._step)
-            self._inbound.append(self._sender.send(job, phase))
+            jobs = self._sender.batch(self._jobs)
+            phase = Phase("averaging", jobs[0].window.name, self._step)
+            if len(jobs) == 1:
+                self._inbound.append(self._sender.send(jobs[0], phase))
+            else:
+                self._inbound.append(self._sender.send_together(jobs, phase))
 
     @property
     def _staged_bytes(self) -> int:

@@ -9,6 +9,7 @@ window that has no reference yet is averaged exactly, and the result is its firs
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from loosestep.flat import STAGING, pack, unpack
 from loosestep.peers import Phase
-from loosestep.pipeline import Direct, Job, Sent, stage
+from loosestep.pipeline import Direct, Job, Sent, SentTogether, stage
 from loosestep.wire import Mean, Reducer, Traffic
 
 SAMPLE = 1 << 12  # elements of a window from which the size of the mean is estimated
@@ -88,6 +89,14 @@ class Differences:
 
     reducer: Reducer
     references: References
+
+    def batch(self, jobs: deque[Job]) -> list[Job]:
+        """Take one: every window has a reference of its own."""
+        return [jobs.popleft()]
+
+    def send_together(self, jobs: Sequence[Job], phase: Phase) -> SentTogether:
+        """Never asked for."""
+        raise AssertionError("windows go one by one")
 
     def send(self, job: Job, phase: Phase) -> Sent:
         """Launch the mean of the differences; parameters stay as they are until it is there."""

@@ -24,14 +24,15 @@ from loosestep.wire.kernel import copy_from, sleep_on, wake
 from loosestep.wire.segments import Segment
 from loosestep.wire.shelf import Shelf
 
-WINDOWS = 3  # of every rank: one is filled, one is summed, one is emptied
-WINDOW_BYTES = 2 << 20  # larger: fewer waits; smaller: less memory, and it stays in the cache
+WINDOWS = 3  # of every rank: one is filled, one is summed, one is emptied; as many for trains
+WINDOW_BYTES = 1 << 20  # larger: fewer waits; smaller: less memory, and it stays in the cache
 ARENA_BYTES = 24 << 20  # for the windows of all ranks of a host together, in one group
 SLOTS = 128  # buffers and tensors that may be under way at once
 
 # The columns of a slot: where it lies, and the number of the last one that is so far.
 PLACE, DETAIL, OFFERED, REDUCED, TAKEN = range(5)
-COLUMNS = 5 * SLOTS
+SLEEPS = 5 * SLOTS  # whether the owner of the board sleeps until this row changes
+COLUMNS = SLEEPS + 1
 
 PROBE_SECONDS = 0.02  # how often a waiting rank looks whether its neighbours live
 SPINS = 20  # looks before it goes to sleep: the neighbours may be nearly there
@@ -73,6 +74,7 @@ class Neighbour:
     opened: dict[int, torch.Tensor] = field(default_factory=dict)  # resident storage, by key
     copies: dict[int, torch.Tensor] = field(default_factory=dict)  # of what it lends, by key
     address: int = 0  # of that row
+    homes: object = None  # the addresses of what is opened, as C reads them
     _watch: int = -1  # a file descriptor that tells when it ends
 
     def __post_init__(self) -> None:
@@ -112,6 +114,8 @@ class Board:
         self.hosts: list[tuple[int, ...]] = []  # the members of the group, by host
         self.started = 0  # slots so far
         self.open: dict[int, int] = {}  # place of a slot -> its number, until all have taken it
+        self.train_numbers = [0] * WINDOWS  # of the slots that used the trains' windows last
+        self.fused = False  # whether all members are neighbours and have the loops in C
         self.windows: list[Use | None] = [None] * WINDOWS  # by whom they were used last
         self.any_neighbours = False  # whether any member of the group has some
         self.readable = False  # whether the kernel lets neighbours read each other's memory
@@ -143,15 +147,17 @@ class Board:
         row = self.rows[member]
         address = ctypes.addressof(row) + 8 * column
         began, limit = time.monotonic(), peers.seconds
+        row[SLEEPS] = 1
         while (now := row[column]) < value:
             if time.monotonic() - began > limit:
                 raise peers.lost(member, f"no answer within {limit:g} s")
             if not sleep_on(address, now, PROBE_SECONDS):
                 time.sleep(NAP_SECONDS)
             if row[column] < value:
-                self._look_round(peers)
+                self.look_round(peers)
+        row[SLEEPS] = 0
 
-    def _look_round(self, peers: Peers) -> None:
+    def look_round(self, peers: Peers) -> None:
         """Raise if a neighbour that still owes something is gone.
 
         The one that I wait for may wait for a dead one; one that owes nothing may have finished.
@@ -206,8 +212,11 @@ class Slot:
         """Tell a neighbour that I have come to ``mark``, and wake it if it waits for that."""
         neighbour, column = self.board.neighbours[member], self._first + mark
         _fence()
-        neighbour.row[column] = self.number
-        wake(neighbour.address + 8 * column)
+        row = neighbour.row
+        row[column] = self.number
+        _fence()
+        if row[SLEEPS]:  # should it fall asleep just now, it looks again after PROBE_SECONDS
+            wake(neighbour.address + 8 * column)
 
     def tell_all(self, mark: int) -> None:
         """Tell all of them."""
@@ -235,15 +244,15 @@ def window_bytes_for(ranks_of_a_host: int) -> int:
     """Return how large a window may be where so many ranks share a host's memory.
 
     >>> window_bytes_for(2), window_bytes_for(8)
-    (2097152, 1048576)
+    (1048576, 524288)
     """
-    share = ARENA_BYTES // (WINDOWS * ranks_of_a_host)
+    share = ARENA_BYTES // (2 * WINDOWS * ranks_of_a_host)
     return max(64 << 10, min(WINDOW_BYTES, share // (64 << 10) * (64 << 10)))
 
 
 def segment_bytes(group_size: int, window_bytes: int) -> int:
     """Return how much memory a board takes."""
-    return _arena_start(group_size) + WINDOWS * window_bytes
+    return _arena_start(group_size) + 2 * WINDOWS * window_bytes
 
 
 def rows_of(segment: Segment, group_size: int) -> list[ctypes.Array[ctypes.c_int64]]:

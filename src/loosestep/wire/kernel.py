@@ -92,7 +92,7 @@ def sleep_on(address: int, value: int, seconds: float) -> bool:
         return False
     whole = int(seconds)
     limit = _TimeSpec(whole, int((seconds - whole) * 1e9))
-    call(FUTEX_WAIT, address, value & 0xFFFFFFFF, ctypes.byref(limit))
+    call(address, FUTEX_WAIT, value & 0xFFFFFFFF, ctypes.addressof(limit))
     return True
 
 
@@ -100,7 +100,7 @@ def wake(address: int) -> None:
     """Wake all that sleep on ``address``, in whatever process."""
     call = _futex()
     if call is not None:
-        call(FUTEX_WAKE, address, 0x7FFFFFFF, None)
+        call(address, FUTEX_WAKE, 0x7FFFFFFF, None)
 
 
 @functools.cache
@@ -109,10 +109,12 @@ def _futex() -> Callable[..., int] | None:
     if number is None or not sys.platform.startswith("linux"):
         return None
     system_call = ctypes.CDLL(None).syscall
+    system_call.restype = ctypes.c_long
+    system_call.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32]
+    system_call.argtypes += [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32]
 
-    def call(operation: int, address: int, value: int, limit: object) -> int:
-        where, word = ctypes.c_void_p(address), ctypes.c_uint32(value)
-        result: int = system_call(number, where, operation, word, limit, None, 0)
+    def call(address: int, operation: int, value: int, limit: int | None) -> int:
+        result: int = system_call(number, address, operation, value, limit, None, 0)
         return result
 
     return call

@@ -26,6 +26,7 @@ from loosestep.wire.board import (
     window_bytes_for,
 )
 from loosestep.wire.exchange import Exchange, Task
+from loosestep.wire.fused import library
 from loosestep.wire.kernel import copy_from
 from loosestep.wire.memory import MemoryExchange
 from loosestep.wire.segments import Segment
@@ -71,7 +72,9 @@ def use_network(group: dist.ProcessGroup) -> None:
 
 def window_bytes(peers: Peers) -> int:
     """Return how large a buffer may be on this group; a group's first call is collective."""
-    return WINDOW_BYTES if peers.size == 1 else board_of(peers).window_bytes
+    if peers.size == 1 or board_of(peers).fused:
+        return WINDOW_BYTES  # a train cuts them itself
+    return board_of(peers).window_bytes
 
 
 def largest(peers: Peers, buffer: torch.Tensor) -> int:
@@ -107,6 +110,7 @@ class _Card:
     size: int
     nonce: int
     address: int  # of the random number, in its own memory
+    fused: bool  # whether it has the loops in C
     reason: str = ""  # why it has no segment
 
 
@@ -124,6 +128,8 @@ def _meet(peers: Peers) -> Board:
     readable = all(_readable(cards[p]) for p in near)
     said = [json.loads(p) for p in peers.exchange(json.dumps([list(met), readable]).encode())]
     board.neighbours = {p: n for p, n in met.items() if peers.group_rank in said[p][0]}
+    everybody = all(len(members) == peers.size - 1 for members, _ in said)
+    board.fused = everybody and all(card.fused for card in cards)
     board.any_neighbours = any(members for members, _ in said)
     board.readable = all(said[p][1] for p in (peers.group_rank, *near))
     if segment is not None:
@@ -133,15 +139,17 @@ def _meet(peers: Peers) -> Board:
 
 
 def _introduce(group_size: int, window: int) -> tuple[Segment | None, _Card]:
-    nonce = secrets.randbits(62)
+    nonce, fused = secrets.randbits(62), library("mean") is not None
     if os.environ.get("LOOSESTEP_SHARED_MEMORY") == "0":
-        return None, _Card(os.getpid(), -1, 0, nonce, 0, OFF)
+        return None, _Card(os.getpid(), -1, 0, nonce, 0, fused, OFF)
     try:
         segment = Segment.create(segment_bytes(group_size, window))
     except OSError as error:
-        return None, _Card(os.getpid(), -1, 0, nonce, 0, f"no shared memory to be had: {error}")
+        why = f"no shared memory to be had: {error}"
+        return None, _Card(os.getpid(), -1, 0, nonce, 0, fused, why)
     segment.map[:8] = struct.pack("<q", nonce)
-    return segment, _Card(os.getpid(), segment.fd, segment.size, nonce, segment.bytes().data_ptr())
+    address = segment.bytes().data_ptr()
+    return segment, _Card(os.getpid(), segment.fd, segment.size, nonce, address, fused)
 
 
 def _visit(member: int, card: _Card, peers: Peers) -> Neighbour | None:

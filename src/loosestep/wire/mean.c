@@ -1,11 +1,17 @@
-/* The exact mean in one pass: twins of mean_into() in mean.py, to the bit.
+/* The exact mean in one pass: twins of mean_into() in mean.py, to the bit; and below, trains of
+ * buffers through shared memory, as train.py describes them.
  *
  * Sums are kept wider than the data, in the order of the replicas, and rounded once.
  */
+#define _GNU_SOURCE
+#include <linux/futex.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 
 enum { BLOCK = 1024 }; /* sums of this many elements stay in the nearest cache */
 
@@ -108,4 +114,200 @@ void spread_f32(double *sums, const float *const *replicas, size_t num, size_t c
     }
     sums[0] = deviation;
     sums[1] = magnitude;
+}
+
+/* ---- Trains: many buffers, one after the other, through the windows of all neighbours. ---- */
+
+enum { PLACE, DETAIL, OFFERED, REDUCED, TAKEN, MARKS }; /* the columns of a slot, as in board.py */
+enum { WINDOWS = 3, MOST = 64, AHEAD = 32, SPINS = 200, SAMPLE = 256, OFFSET_BITS = 44 };
+enum { DONE = 0, WAITING = 1, STRANGE = 2 }; /* what drive() returns */
+
+typedef struct {
+    int64_t *mine; /* my row on its board */
+    int64_t *told; /* its row on mine */
+    char *arena;   /* its windows */
+    char **homes;  /* where its resident memory is mapped here, by key */
+    int64_t num_homes;
+    int64_t member; /* its group rank */
+} Neighbour;
+
+typedef struct {
+    Neighbour *neighbours;
+    int64_t num_neighbours, group_rank, group_size;
+    char *arena;
+    int64_t window_bytes, slots, sleeps; /* sleeps: the column that says that somebody sleeps */
+    char **buffers;
+    const int64_t *numels, *places; /* places: where a buffer is resident, else -1 */
+    int64_t num_buffers, element_bytes, first_number;
+    const int64_t *window_numbers; /* who used each window last; 0: nobody */
+    const double *weights;
+    double divisor;
+    int64_t offered, step, phase, at; /* how far it is */
+    int64_t waits_for;                /* the index of a neighbour */
+    double deviation, magnitude, samples;
+} Train;
+
+static int64_t number_of(const Train *train, int64_t i) { return train->first_number + i; }
+static int64_t column_of(const Train *train, int64_t number) {
+    return MARKS * (number % train->slots);
+}
+
+static void tell(const Train *train, const Neighbour *to, int64_t column, int64_t value) {
+    __atomic_store_n(&to->mine[column], value, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&to->mine[train->sleeps], __ATOMIC_SEQ_CST))
+        syscall(SYS_futex, &to->mine[column], FUTEX_WAKE, 0x7fffffff, 0, 0, 0);
+}
+
+/* Return whether a neighbour has come so far; sleep a little if it has not. */
+static int reached(Train *train, int64_t index, int64_t column, int64_t value, double seconds) {
+    int64_t *told = train->neighbours[index].told;
+    for (int i = 0; i < SPINS; i++)
+        if (__atomic_load_n(&told[column], __ATOMIC_ACQUIRE) >= value) return 1;
+    const struct timespec limit = {0, (long)(seconds * 1e9)};
+    __atomic_store_n(&told[train->sleeps], 1, __ATOMIC_SEQ_CST);
+    const int64_t now = __atomic_load_n(&told[column], __ATOMIC_SEQ_CST);
+    if (now < value) syscall(SYS_futex, &told[column], FUTEX_WAIT, (uint32_t)now, &limit, 0, 0);
+    __atomic_store_n(&told[train->sleeps], 0, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&told[column], __ATOMIC_ACQUIRE) >= value) return 1;
+    train->waits_for = index;
+    return 0;
+}
+
+static int all_reached(Train *train, int64_t column, int64_t value, double seconds) {
+    for (int64_t n = 0; n < train->num_neighbours; n++)
+        if (!reached(train, n, column, value, seconds)) return 0;
+    return 1;
+}
+
+static char *window(const Train *train, char *arena, int64_t index) {
+    return arena + index * train->window_bytes;
+}
+
+/* The window of a buffer: the first ones are not for trains. */
+static int64_t window_of(int64_t i) { return WINDOWS + i % WINDOWS; }
+
+/* Where the part of a buffer begins that a member owns, in bytes. */
+static int64_t part(const Train *train, int64_t i, int64_t member) {
+    return train->numels[i] * member / train->group_size * train->element_bytes;
+}
+
+static int offer(Train *train, int64_t i, double seconds) {
+    const int64_t number = number_of(train, i), slot = column_of(train, number);
+    int64_t place = train->places[i];
+    if (number > train->slots && !all_reached(train, slot + TAKEN, number - train->slots, seconds))
+        return 0;
+    if (place < 0) {
+        const int64_t before = i >= WINDOWS ? number - WINDOWS : train->window_numbers[i % WINDOWS];
+        if (before > 0 && before > number - train->slots &&
+            !all_reached(train, column_of(train, before) + TAKEN, before, seconds))
+            return 0;
+        const int64_t first = part(train, i, train->group_rank);
+        const int64_t last = part(train, i, train->group_rank + 1);
+        char *room = window(train, train->arena, window_of(i));
+        memcpy(room, train->buffers[i], first);
+        memcpy(room + last, train->buffers[i] + last,
+               train->numels[i] * train->element_bytes - last);
+        place = -1 - window_of(i);
+    }
+    for (int64_t n = 0; n < train->num_neighbours; n++) {
+        train->neighbours[n].mine[slot + PLACE] = place;
+        tell(train, &train->neighbours[n], slot + OFFERED, number);
+    }
+    return 1;
+}
+
+/* Where a neighbour's version of a buffer lies; 0: nowhere that is known here. */
+static char *version(const Train *train, const Neighbour *of, int64_t slot) {
+    const int64_t place = of->told[slot + PLACE], key = place >> OFFSET_BITS;
+    if (place < 0) return window(train, of->arena, -1 - place);
+    if (key < 1 || key >= of->num_homes || !of->homes[key]) return 0;
+    return of->homes[key] + (place & (((int64_t)1 << OFFSET_BITS) - 1));
+}
+
+static int reduce(Train *train, int64_t i, double seconds) {
+    const int64_t number = number_of(train, i), slot = column_of(train, number);
+    if (!all_reached(train, slot + OFFERED, number, seconds)) return 0;
+    const int64_t first = part(train, i, train->group_rank);
+    const int64_t count = (part(train, i, train->group_rank + 1) - first) / train->element_bytes;
+    char *mine = train->buffers[i] + first, *replicas[MOST], *outs[MOST + 1] = {mine};
+    size_t num_outs = 1;
+    int in_windows = 0;
+    replicas[train->group_rank] = mine;
+    for (int64_t n = 0; n < train->num_neighbours; n++) {
+        const Neighbour *from = &train->neighbours[n];
+        char *whole = version(train, from, slot);
+        if (!whole) return -1;
+        replicas[from->member] = whole + first;
+        if (from->told[slot + PLACE] < 0)
+            in_windows = 1;
+        else
+            outs[num_outs++] = whole + first;
+    }
+    if (in_windows && train->places[i] < 0)
+        outs[num_outs++] = window(train, train->arena, window_of(i)) + first;
+    if (train->element_bytes == 4) {
+        double sums[2];
+        const size_t some = count < SAMPLE ? (size_t)count : SAMPLE;
+        spread_f32(sums, (const float *const *)replicas, train->group_size, some);
+        train->deviation += sums[0];
+        train->magnitude += sums[1] * (double)train->group_size;
+        train->samples += (double)some * (double)train->group_size;
+        mean_f32((float *const *)outs, num_outs, (const float *const *)replicas,
+                 train->group_size, train->weights, train->divisor, count);
+    } else
+        mean_bf16((uint16_t *const *)outs, num_outs, (const uint16_t *const *)replicas,
+                  train->group_size, train->weights, train->divisor, count);
+    for (int64_t n = 0; n < train->num_neighbours; n++)
+        tell(train, &train->neighbours[n], slot + REDUCED, number);
+    return 1;
+}
+
+static int collect(Train *train, int64_t i, double seconds) {
+    const int64_t number = number_of(train, i), slot = column_of(train, number);
+    for (; train->at < train->num_neighbours; train->at++) {
+        const Neighbour *from = &train->neighbours[train->at];
+        if (!reached(train, train->at, slot + REDUCED, number, seconds)) return 0;
+        const int64_t first = part(train, i, from->member);
+        const int64_t last = part(train, i, from->member + 1);
+        if (train->places[i] < 0)
+            memcpy(train->buffers[i] + first, version(train, from, slot) + first, last - first);
+    }
+    train->at = 0;
+    for (int64_t n = 0; n < train->num_neighbours; n++)
+        tell(train, &train->neighbours[n], slot + TAKEN, number);
+    return 1;
+}
+
+/* Offer buffers: this one, and those that follow it if they need no window. */
+static int offer_some(Train *train, double seconds) {
+    while (train->offered < train->num_buffers &&
+           (train->offered <= train->step ||
+            (train->places[train->offered] >= 0 && train->offered < train->step + AHEAD))) {
+        if (!offer(train, train->offered, seconds)) return 0;
+        train->offered++;
+    }
+    return 1;
+}
+
+/* While one buffer is filled, the one before is summed and the one before that emptied. */
+static int one_phase(Train *train, double seconds) {
+    const int64_t i = train->step - train->phase;
+    if (train->phase == 0) return offer_some(train, seconds);
+    if (i < 0 || i >= train->num_buffers) return 1;
+    return train->phase == 1 ? reduce(train, i, seconds) : collect(train, i, seconds);
+}
+
+/* Go on until all is done, or a neighbour lets wait for longer than some seconds. */
+int64_t drive(Train *train, double seconds) {
+    for (; train->step < train->num_buffers + 2; train->step++) {
+        for (; train->phase < 3; train->phase++) {
+            const int went = one_phase(train, seconds);
+            if (went < 0) return STRANGE;
+            if (!went) return WAITING;
+        }
+        train->phase = 0;
+    }
+    const int64_t last = number_of(train, train->num_buffers - 1);
+    const int64_t column = column_of(train, last) + TAKEN;
+    return all_reached(train, column, last, seconds) ? DONE : WAITING;
 }

@@ -23,12 +23,13 @@ from loosestep.flat import STAGING, slices
 from loosestep.peers import Peers
 from loosestep.wire.exchange import Exchange, Task
 from loosestep.wire.fused import library
-from loosestep.wire.links import exchanges, largest
+from loosestep.wire.links import board_of, exchanges, largest
 from loosestep.wire.pieces import InPieces, cut
 from loosestep.wire.reducer import Done, Handle, Stateless, Traffic
+from loosestep.wire.train import Train, can_go
 
 BLOCK = 1 << 15  # elements summed at a time: what is summed stays in the cache
-SAMPLE = 1 << 10  # elements of every slice from which the replicas' drift is estimated
+SAMPLE = 1 << 8  # elements of every slice from which the replicas' drift is estimated
 FUSED = {torch.float32: "mean_f32", torch.bfloat16: "mean_bf16"}
 
 
@@ -180,6 +181,15 @@ class Mean(Stateless):
             return MeanInFlight(Task(buffer, peers))
         pieces = cut(buffer, most, peers.size)
         return InPieces(pieces, lambda piece: MeanInFlight(Task(piece, peers)))
+
+    def takes_many(self, peers: Peers, dtype: torch.dtype, device: torch.device) -> bool:
+        """Say whether ``start_many`` can be used; the same on all ranks."""
+        own = type(self).start is Mean.start  # a subclass may want to see every buffer
+        return own and peers.size > 1 and can_go(board_of(peers), peers, dtype, device)
+
+    def start_many(self, buffers: Sequence[torch.Tensor], peers: Peers) -> Handle:
+        """Launch the mean of several buffers of one dtype."""
+        return Train(buffers, peers, board_of(peers))
 
     def bytes_on_wire(
         self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0

@@ -112,6 +112,17 @@ class TwoLevel:
         pieces = iter([(f"{slot}, part {index}", piece) for index, piece in numbered])
         return InPieces(pieces, lambda named: launch(named[1], named[0]))
 
+    def takes_many(self, peers: Peers, dtype: torch.dtype, device: torch.device) -> bool:
+        """Say whether ``start_many`` can be used: where there is one host only."""
+        if peers.size == 1 or self._ways_of(peers) is not None:
+            return False
+        one_host = len(self._hosts_of[peers.size]) == 1
+        return one_host and Mean().takes_many(peers, dtype, device)
+
+    def start_many(self, buffers: Sequence[torch.Tensor], peers: Peers) -> Handle:
+        """Launch the mean of several buffers of one dtype."""
+        return Mean().start_many(buffers, peers)
+
     def bytes_on_wire(
         self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
     ) -> int:

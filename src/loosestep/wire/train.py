@@ -1,0 +1,171 @@
+"""Many buffers through shared memory in one go, driven by a loop in C.
+
+What ``memory`` does for one buffer at a time, by the same marks on the same boards, so that ranks
+may do either. A train has windows of its own and is on its way only while it is waited for; the
+loop comes back whenever it has to wait for long, so that somebody can look who is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+
+import torch
+
+from loosestep.peers import Peers
+from loosestep.wire.board import PROBE_SECONDS, SLEEPS, SLOTS, WINDOWS, Board, Neighbour
+from loosestep.wire.fused import library
+from loosestep.wire.memory import place_of
+from loosestep.wire.pieces import cut
+from loosestep.wire.reducer import Traffic
+
+DTYPES = (torch.float32, torch.bfloat16)
+MOST_MEMBERS = 64
+DONE, STRANGE = 0, 2
+
+Pointer = ctypes.c_void_p
+Number = ctypes.c_int64
+Real = ctypes.c_double
+
+
+class _Neighbour(ctypes.Structure):
+    _fields_ = (
+        ("mine", Pointer),
+        ("told", Pointer),
+        ("arena", Pointer),
+        ("homes", Pointer),
+        ("num_homes", Number),
+        ("member", Number),
+    )
+
+
+class _Train(ctypes.Structure):
+    _fields_ = (
+        ("neighbours", Pointer),
+        *((name, Number) for name in ("num_neighbours", "group_rank", "group_size")),
+        ("arena", Pointer),
+        *((name, Number) for name in ("window_bytes", "slots", "sleeps")),
+        *((name, Pointer) for name in ("buffers", "numels", "places")),
+        *((name, Number) for name in ("num_buffers", "element_bytes", "first_number")),
+        *((name, Pointer) for name in ("window_numbers", "weights")),
+        ("divisor", Real),
+        *((name, Number) for name in ("offered", "step", "phase", "at", "waits_for")),
+        *((name, Real) for name in ("deviation", "magnitude", "samples")),
+    )
+
+
+class Train:
+    """The mean of some buffers of one dtype over ranks that all share memory."""
+
+    bytes_held = 0
+
+    def __init__(self, buffers: Sequence[torch.Tensor], peers: Peers, board: Board) -> None:
+        self.traffic = Traffic()
+        self._peers, self._board, self._done = peers, board, False
+        most = board.window_bytes
+        self._pieces = [piece for buffer in buffers for piece in cut(buffer, most, peers.size)]
+        self._first = board.started + 1
+        board.started += len(self._pieces)
+        for number in range(self._first, board.started + 1):
+            board.open[number % SLOTS] = number
+        self._count()
+
+    def advance(self) -> None:
+        """Nothing to do before the end: a train goes when it is waited for."""
+
+    def wait(self) -> None:
+        """Drive until all buffers hold their mean and nobody needs them any more."""
+        if self._done or not self._pieces:
+            return
+        loops = library("mean")
+        assert loops is not None, "all ranks have said that they have it"
+        train = self._describe()
+        loops.drive.restype = Number
+        began, before = time.monotonic(), [-1]
+        while (result := loops.drive(ctypes.byref(train), Real(PROBE_SECONDS))) != DONE:
+            assert result != STRANGE, "a neighbour's buffer lies where nobody was told of"
+            now = [train.step, train.phase, train.at, train.offered]
+            began, before = (began, before) if now == before else (time.monotonic(), now)
+            self._look(train.waits_for, time.monotonic() - began)
+        self._arrived(train)
+
+    def _look(self, index: int, seconds: float) -> None:
+        """Raise if a neighbour is gone or too slow."""
+        if seconds > self._peers.seconds:
+            member = self._board.members[index]
+            raise self._peers.lost(member, f"no answer within {self._peers.seconds:g} s")
+        self._board.look_round(self._peers)
+
+    def _arrived(self, train: _Train) -> None:
+        self._done = True
+        last = self._first + len(self._pieces) - 1
+        for number in range(max(self._first, last - WINDOWS + 1), last + 1):
+            self._board.train_numbers[(number - self._first) % WINDOWS] = number
+        self.traffic.deviation, self.traffic.magnitude = train.deviation, train.magnitude
+        self.traffic.samples = int(train.samples)
+
+    def _count(self) -> None:
+        rank, size = self._peers.group_rank, self._peers.size
+        for piece in self._pieces:
+            mine = piece.numel() * (rank + 1) // size - piece.numel() * rank // size
+            moved = piece.numel() - mine + (size - 1) * mine
+            self.traffic.bytes_copied += moved * piece.element_size()
+
+    def _describe(self) -> _Train:
+        """Return the whole journey as C sees it; what it points to is kept with it."""
+        board, peers, pieces = self._board, self._peers, self._pieces
+        homes = [place_of(board, piece) for piece in pieces]
+        weights = peers.weights
+        neighbours = [_describe(board, neighbour) for neighbour in board.neighbours.values()]
+        self._kept = (  # C only sees addresses
+            (_Neighbour * len(neighbours))(*neighbours),
+            (Pointer * len(pieces))(*(piece.data_ptr() for piece in pieces)),
+            (Number * len(pieces))(*(piece.numel() for piece in pieces)),
+            (Number * len(pieces))(*(-1 if home is None else home for home in homes)),
+            (Number * WINDOWS)(*board.train_numbers),
+            (Real * peers.size)(*(weights or [1.0] * peers.size)),
+        )
+        addresses = [ctypes.addressof(array) for array in self._kept]
+        near, buffers, numels, places, numbers, shares = addresses
+        return _Train(
+            neighbours=near,
+            num_neighbours=len(neighbours),
+            group_rank=peers.group_rank,
+            group_size=peers.size,
+            arena=board.arena.data_ptr(),
+            window_bytes=board.window_bytes,
+            slots=SLOTS,
+            sleeps=SLEEPS,
+            buffers=buffers,
+            numels=numels,
+            places=places,
+            num_buffers=len(pieces),
+            element_bytes=pieces[0].element_size(),
+            first_number=self._first,
+            window_numbers=numbers,
+            weights=None if weights is None else shares,
+            divisor=float(peers.size) if weights is None else sum(weights),
+        )
+
+
+def _describe(board: Board, neighbour: Neighbour) -> _Neighbour:
+    most = max(neighbour.opened, default=0) + 1
+    homes = (Pointer * most)()
+    for key, memory in neighbour.opened.items():
+        homes[key] = memory.data_ptr()
+    neighbour.homes = homes  # kept while C may look at it
+    return _Neighbour(
+        mine=neighbour.address,
+        told=ctypes.addressof(board.rows[neighbour.member]),
+        arena=neighbour.arena.data_ptr(),
+        homes=ctypes.addressof(homes),
+        num_homes=most,
+        member=neighbour.member,
+    )
+
+
+def can_go(board: Board, peers: Peers, dtype: torch.dtype, device: torch.device) -> bool:
+    """Say whether a train can carry such buffers; all ranks of a group say the same."""
+    fits = board.fused and peers.size <= MOST_MEMBERS
+    return fits and dtype in DTYPES and device.type == "cpu"
