@@ -30,7 +30,7 @@ from loosestep.groups import own_group
 from loosestep.peers import peers_of
 from loosestep.testing import RankPool
 from loosestep.wire import fused, links, segments
-from loosestep.wire.board import ARENA_BYTES, WINDOW_BYTES, WINDOWS, window_bytes_for
+from loosestep.wire.board import ARENA_BYTES, WINDOW_BYTES, Layout
 from loosestep.wire.mean import _reduce_plainly, reduce_into
 from loosestep.wire.segments import Segment
 from tests.oracle import equal, exact_mean, loss_of, make_net, sgd, snapshot
@@ -128,8 +128,10 @@ def test_a_buffer_may_be_larger_than_a_window(pool: RankPool) -> None:
 
 def test_windows_of_a_host_stay_within_their_budget() -> None:
     """However many ranks a host has, their windows together are bounded."""
-    for ranks in (1, 2, 3, 4, 8, 16, 64, 128):
-        assert ranks * WINDOWS * window_bytes_for(ranks) <= max(ARENA_BYTES, ranks * 3 * (64 << 10))
+    for ranks in (1, 2, 3, 4, 8, 16, 64):
+        for trains in (True, False):
+            layout = Layout.of(ranks, trains=trains)
+            assert ranks * layout.arena_bytes <= ARENA_BYTES, (ranks, layout)
 
 
 # Segments.
@@ -160,7 +162,7 @@ def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(OSError, match="No space left"):
         Segment.create(1 << 20)
     assert len(os.listdir("/proc/self/fd")) == fds
-    _, card = links._introduce(2, WINDOW_BYTES)
+    _, card = links._introduce(2, Layout.of(2, trains=True))
     assert "no shared memory to be had" in card.reason
 
 

@@ -25,8 +25,8 @@ from loosestep.wire.segments import Segment
 from loosestep.wire.shelf import Shelf
 
 WINDOWS = 3  # of every rank: one is filled, one is summed, one is emptied; as many for trains
-WINDOW_BYTES = 1 << 20  # larger: fewer waits; smaller: less memory, and it stays in the cache
-ARENA_BYTES = 24 << 20  # for the windows of all ranks of a host together, in one group
+WINDOW_BYTES = 2 << 20  # larger: fewer waits; smaller: less memory, and it stays in the cache
+ARENA_BYTES = 30 << 20  # for the windows of all ranks of a host together, in one group
 SLOTS = 128  # buffers and tensors that may be under way at once
 
 # The columns of a slot: where it lies, and the number of the last one that is so far.
@@ -108,8 +108,8 @@ class Neighbour:
 class Board:
     """The rows and windows of one rank, and its neighbours."""
 
-    def __init__(self, segment: Segment | None, group_size: int, window_bytes: int) -> None:
-        self.segment, self.window_bytes = segment, window_bytes
+    def __init__(self, segment: Segment | None, group_size: int, layout: Layout) -> None:
+        self.segment, self.layout = segment, layout
         self.neighbours: dict[int, Neighbour] = {}
         self.hosts: list[tuple[int, ...]] = []  # the members of the group, by host
         self.started = 0  # slots so far
@@ -240,19 +240,38 @@ def _comes_soon(row: ctypes.Array[ctypes.c_int64], column: int, value: int) -> b
     return any(row[column] >= value for _ in range(SPINS))
 
 
-def window_bytes_for(ranks_of_a_host: int) -> int:
-    """Return how large a window may be where so many ranks share a host's memory.
+@dataclass(frozen=True)
+class Layout:
+    """How large the windows of a board are: those for single buffers, and those for trains."""
 
-    >>> window_bytes_for(2), window_bytes_for(8)
-    (1048576, 524288)
-    """
-    share = ARENA_BYTES // (2 * WINDOWS * ranks_of_a_host)
-    return max(64 << 10, min(WINDOW_BYTES, share // (64 << 10) * (64 << 10)))
+    window_bytes: int
+    train_bytes: int  # 0: no trains
+
+    @classmethod
+    def of(cls, ranks_of_a_host: int, *, trains: bool) -> Layout:
+        """Return how large they may be where so many ranks share a host's memory.
+
+        >>> Layout.of(2, trains=True)
+        Layout(window_bytes=524288, train_bytes=2097152)
+        """
+        share = ARENA_BYTES // (WINDOWS * ranks_of_a_host)
+        large = max(64 << 10, min(WINDOW_BYTES, (share * 4 // 5 if trains else share) >> 16 << 16))
+        return cls(large // 4, large) if trains else cls(large, 0)
+
+    @property
+    def arena_bytes(self) -> int:
+        """The room for all windows."""
+        return WINDOWS * (self.window_bytes + self.train_bytes)
+
+    @property
+    def trains_start(self) -> int:
+        """Where the windows for trains begin."""
+        return WINDOWS * self.window_bytes
 
 
-def segment_bytes(group_size: int, window_bytes: int) -> int:
+def segment_bytes(group_size: int, layout: Layout) -> int:
     """Return how much memory a board takes."""
-    return _arena_start(group_size) + 2 * WINDOWS * window_bytes
+    return _arena_start(group_size) + layout.arena_bytes
 
 
 def rows_of(segment: Segment, group_size: int) -> list[ctypes.Array[ctypes.c_int64]]:

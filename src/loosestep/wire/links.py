@@ -19,11 +19,11 @@ from loosestep.peers import Peers
 from loosestep.places import host_key
 from loosestep.wire.board import (
     Board,
+    Layout,
     Neighbour,
     arena_of,
     rows_of,
     segment_bytes,
-    window_bytes_for,
 )
 from loosestep.wire.exchange import Exchange, Task
 from loosestep.wire.fused import library
@@ -66,7 +66,7 @@ def reach(peers: Peers, device: torch.device) -> tuple[Board | None, list[int]]:
 def use_network(group: dist.ProcessGroup) -> None:
     """Send everything by the network; all members must say so before the group's first use."""
     size = dist.get_world_size(group)
-    _boards[group] = Board(None, size, WINDOW_BYTES)
+    _boards[group] = Board(None, size, Layout(WINDOW_BYTES, 0))
     _boards[group].hosts = [(member,) for member in range(size)]
 
 
@@ -74,14 +74,14 @@ def window_bytes(peers: Peers) -> int:
     """Return how large a buffer may be on this group; a group's first call is collective."""
     if peers.size == 1 or board_of(peers).fused:
         return WINDOW_BYTES  # a train cuts them itself
-    return board_of(peers).window_bytes
+    return board_of(peers).layout.window_bytes
 
 
 def largest(peers: Peers, buffer: torch.Tensor) -> int:
     """Return how many bytes of such a buffer may be under way as one; the same on all ranks."""
     board = board_of(peers)
     on_host = board.any_neighbours and buffer.device.type == "cpu"
-    return board.window_bytes if on_host else buffer.nbytes
+    return board.layout.window_bytes if on_host else buffer.nbytes
 
 
 def depth(peers: Peers) -> int:
@@ -110,18 +110,18 @@ class _Card:
     size: int
     nonce: int
     address: int  # of the random number, in its own memory
-    fused: bool  # whether it has the loops in C
     reason: str = ""  # why it has no segment
 
 
 def _meet(peers: Peers) -> Board:
     """Share memory with those on this host, by trying; both directions must work."""
-    hosts = [payload.decode() for payload in peers.exchange(host_key().encode())]
+    said = [json.loads(p) for p in peers.exchange(json.dumps([host_key(), _has_loops()]).encode())]
+    hosts, fused = [host for host, _ in said], all(loops for _, loops in said)
     by_host = [[m for m, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
-    window = window_bytes_for(max(map(len, by_host)))
-    segment, card = _introduce(peers.size, window)
+    layout = Layout.of(max(map(len, by_host)), trains=fused)
+    segment, card = _introduce(peers.size, layout)
     cards = [_Card(**json.loads(p)) for p in peers.exchange(json.dumps(asdict(card)).encode())]
-    board = Board(segment, peers.size, window)
+    board = Board(segment, peers.size, layout)
     board.hosts = [tuple(members) for members in by_host]
     near = [p for p in peers.others if hosts[p] == host_key()]
     met = {p: n for p in near if (n := _visit(p, cards[p], peers)) is not None}
@@ -129,7 +129,7 @@ def _meet(peers: Peers) -> Board:
     said = [json.loads(p) for p in peers.exchange(json.dumps([list(met), readable]).encode())]
     board.neighbours = {p: n for p, n in met.items() if peers.group_rank in said[p][0]}
     everybody = all(len(members) == peers.size - 1 for members, _ in said)
-    board.fused = everybody and all(card.fused for card in cards)
+    board.fused = everybody and fused
     board.any_neighbours = any(members for members, _ in said)
     board.readable = all(said[p][1] for p in (peers.group_rank, *near))
     if segment is not None:
@@ -138,18 +138,22 @@ def _meet(peers: Peers) -> Board:
     return board
 
 
-def _introduce(group_size: int, window: int) -> tuple[Segment | None, _Card]:
-    nonce, fused = secrets.randbits(62), library("mean") is not None
+def _has_loops() -> bool:
+    return library("mean") is not None
+
+
+def _introduce(group_size: int, layout: Layout) -> tuple[Segment | None, _Card]:
+    nonce = secrets.randbits(62)
     if os.environ.get("LOOSESTEP_SHARED_MEMORY") == "0":
-        return None, _Card(os.getpid(), -1, 0, nonce, 0, fused, OFF)
+        return None, _Card(os.getpid(), -1, 0, nonce, 0, OFF)
     try:
-        segment = Segment.create(segment_bytes(group_size, window))
+        segment = Segment.create(segment_bytes(group_size, layout))
     except OSError as error:
         why = f"no shared memory to be had: {error}"
-        return None, _Card(os.getpid(), -1, 0, nonce, 0, fused, why)
+        return None, _Card(os.getpid(), -1, 0, nonce, 0, why)
     segment.map[:8] = struct.pack("<q", nonce)
     address = segment.bytes().data_ptr()
-    return segment, _Card(os.getpid(), segment.fd, segment.size, nonce, address, fused)
+    return segment, _Card(os.getpid(), segment.fd, segment.size, nonce, address)
 
 
 def _visit(member: int, card: _Card, peers: Peers) -> Neighbour | None:

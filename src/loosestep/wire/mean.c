@@ -125,7 +125,7 @@ enum { DONE = 0, WAITING = 1, STRANGE = 2 }; /* what drive() returns */
 typedef struct {
     int64_t *mine; /* my row on its board */
     int64_t *told; /* its row on mine */
-    char *arena;   /* its windows */
+    char *arena;   /* its windows for trains */
     char **homes;  /* where its resident memory is mapped here, by key */
     int64_t num_homes;
     int64_t member; /* its group rank */
@@ -183,8 +183,6 @@ static char *window(const Train *train, char *arena, int64_t index) {
     return arena + index * train->window_bytes;
 }
 
-/* The window of a buffer: the first ones are not for trains. */
-static int64_t window_of(int64_t i) { return WINDOWS + i % WINDOWS; }
 
 /* Where the part of a buffer begins that a member owns, in bytes. */
 static int64_t part(const Train *train, int64_t i, int64_t member) {
@@ -203,11 +201,11 @@ static int offer(Train *train, int64_t i, double seconds) {
             return 0;
         const int64_t first = part(train, i, train->group_rank);
         const int64_t last = part(train, i, train->group_rank + 1);
-        char *room = window(train, train->arena, window_of(i));
+        char *room = window(train, train->arena, i % WINDOWS);
         memcpy(room, train->buffers[i], first);
         memcpy(room + last, train->buffers[i] + last,
                train->numels[i] * train->element_bytes - last);
-        place = -1 - window_of(i);
+        place = -1 - WINDOWS - i % WINDOWS; /* the first ones are not for trains */
     }
     for (int64_t n = 0; n < train->num_neighbours; n++) {
         train->neighbours[n].mine[slot + PLACE] = place;
@@ -219,7 +217,8 @@ static int offer(Train *train, int64_t i, double seconds) {
 /* Where a neighbour's version of a buffer lies; 0: nowhere that is known here. */
 static char *version(const Train *train, const Neighbour *of, int64_t slot) {
     const int64_t place = of->told[slot + PLACE], key = place >> OFFSET_BITS;
-    if (place < 0) return window(train, of->arena, -1 - place);
+    if (place < -WINDOWS) return window(train, of->arena, -1 - place - WINDOWS);
+    if (place < 0) return 0;
     if (key < 1 || key >= of->num_homes || !of->homes[key]) return 0;
     return of->homes[key] + (place & (((int64_t)1 << OFFSET_BITS) - 1));
 }
@@ -244,7 +243,7 @@ static int reduce(Train *train, int64_t i, double seconds) {
             outs[num_outs++] = whole + first;
     }
     if (in_windows && train->places[i] < 0)
-        outs[num_outs++] = window(train, train->arena, window_of(i)) + first;
+        outs[num_outs++] = window(train, train->arena, i % WINDOWS) + first;
     if (train->element_bytes == 4) {
         double sums[2];
         const size_t some = count < SAMPLE ? (size_t)count : SAMPLE;

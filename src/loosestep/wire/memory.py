@@ -91,7 +91,7 @@ class MemoryExchange:
             self._mine = self._part(self._copy.memory, 0)
             return self._copy.key, self._copy.detail
         self._board.windows[index] = self._slot.use
-        self._mine = self._part(self._board.arena, index * self._board.window_bytes)
+        self._mine = self._part(self._board.arena, index * self._board.layout.window_bytes)
         self._mine[: self._first].copy_(self._task.buffer[: self._first])
         self._mine[self._last :].copy_(self._task.buffer[self._last :])
         return -1 - index, 0
@@ -117,7 +117,7 @@ class MemoryExchange:
         """Return a member's buffer, wherever it lies."""
         place, neighbour = self._slot.told(member, PLACE), self._board.neighbours[member]
         if place < 0:
-            return self._part(neighbour.arena, (-1 - place) * self._board.window_bytes)
+            return self._part(neighbour.arena, (-1 - place) * self._board.layout.window_bytes)
         if place >> OFFSET_BITS == 0:
             detail = self._slot.told(member, DETAIL)
             return self._part(copy_of(neighbour.copies, place, neighbour.pid, detail), 0)

@@ -63,7 +63,7 @@ class Train:
     def __init__(self, buffers: Sequence[torch.Tensor], peers: Peers, board: Board) -> None:
         self.traffic = Traffic()
         self._peers, self._board, self._done = peers, board, False
-        most = board.window_bytes
+        most = board.layout.train_bytes
         self._pieces = [piece for buffer in buffers for piece in cut(buffer, most, peers.size)]
         self._first = board.started + 1
         board.started += len(self._pieces)
@@ -133,8 +133,8 @@ class Train:
             num_neighbours=len(neighbours),
             group_rank=peers.group_rank,
             group_size=peers.size,
-            arena=board.arena.data_ptr(),
-            window_bytes=board.window_bytes,
+            arena=board.arena.data_ptr() + board.layout.trains_start,
+            window_bytes=board.layout.train_bytes,
             slots=SLOTS,
             sleeps=SLEEPS,
             buffers=buffers,
@@ -158,7 +158,7 @@ def _describe(board: Board, neighbour: Neighbour) -> _Neighbour:
     return _Neighbour(
         mine=neighbour.address,
         told=ctypes.addressof(board.rows[neighbour.member]),
-        arena=neighbour.arena.data_ptr(),
+        arena=neighbour.arena.data_ptr() + board.layout.trains_start,
         homes=ctypes.addressof(homes),
         num_homes=most,
         member=neighbour.member,
