@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loosestep import (
+    Averager,
     Mean,
+    PeerLost,
     PeriodicModelAverager,
     Resident,
     Topology,
@@ -29,7 +33,7 @@ from loosestep import (
 from loosestep.groups import own_group
 from loosestep.peers import peers_of
 from loosestep.testing import RankPool
-from loosestep.wire import fused, links, segments
+from loosestep.wire import fused, links, mean_into, segments
 from loosestep.wire.board import ARENA_BYTES, WINDOW_BYTES, Layout
 from loosestep.wire.mean import _reduce_plainly, reduce_into
 from loosestep.wire.segments import Segment
@@ -356,3 +360,103 @@ def test_what_cannot_be_resident_is_refused_on_every_rank(
     for text in pool.run(2, refuse_resident, how):
         assert reason in text
         assert "use Mean()" in text
+
+
+# Trains: many buffers in one go, by the loop in C.
+
+
+def struck(fault: str, victim: int, timeout: float) -> tuple[tuple[int, ...], str, float]:
+    """Average without end; a rank is struck somewhere in the middle. Return what survivors hear."""
+    rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
+    group = own_group(ranks, 20)
+    tensors = [torch.randn(700_000 + 1000 * i) for i in range(6)]
+    averager = Averager(peers_of(group, timeout=timeout))
+    averager.average([(f"layer {i}", t) for i, t in enumerate(tensors)])
+    if rank == victim:
+        number = signal.SIGKILL if fault == "kill" else signal.SIGSTOP
+        threading.Timer(0.1, lambda: os.kill(os.getpid(), number)).start()
+    for step in range(10_000):
+        began = time.monotonic()
+        try:
+            averager.average([(f"layer {i}", t) for i, t in enumerate(tensors)], step=step)
+        except PeerLost as error:
+            return error.ranks, str(error), time.monotonic() - began
+    return (), "", 0.0
+
+
+@pytest.mark.parametrize(("fault", "timeout"), [("kill", 20.0), ("stop", 1.0)])
+@pytest.mark.parametrize(("world", "victim"), [(2, 0), (3, 2), (4, 1)])
+def test_a_rank_that_is_struck_in_a_train_is_named(
+    pool: RankPool, world: int, victim: int, fault: str, timeout: float
+) -> None:
+    """Killed: at once. Stopped: within the time-out. By rank, phase and tensor."""
+    results = pool.run(world, struck, fault, victim, timeout, allow_dead=[victim])
+    for rank in set(range(world)) - {victim}:
+        ranks, text, seconds = results[rank]
+        assert ranks == (victim,), text
+        assert "averaging 'layer " in text or "agreeing" in text
+        assert seconds < 5
+
+
+def many_trains() -> bool:
+    """Average more pieces than there are slots, several times, in place and packed."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    averager = Averager(peers_of(own_group(tuple(range(world)), 20), timeout=20))
+    for _ in range(3):
+        large = [values(rank, 600_001, torch.float32) for _ in range(150)]
+        small = [values(rank, 33, torch.float32) for _ in range(40)]
+        named = [(f"t{i}", t) for i, t in enumerate([*large, *small])]
+        averager.average(named)
+        for _, tensor in named:
+            numel = tensor.numel()
+            expected = exact_mean([values(r, numel, torch.float32) for r in range(world)])
+            if not torch.equal(tensor, expected):
+                return False
+    return True
+
+
+def test_a_train_may_be_longer_than_the_board(pool: RankPool) -> None:
+    """Slots and windows are used again, and nothing is mixed up."""
+    assert pool.run(2, many_trains) == [True] * 2
+
+
+def weighted_train() -> bool:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    weights = [0.5, 3.0, 1.25, 2.0][:world]
+    group = own_group(tuple(range(world)), 20)
+    tensors = [values(rank, n, torch.bfloat16) for n in (900_000, 7, 1_200_003)]
+    tensors += [values(rank, n, torch.float32) for n in (900_000, 7, 1_200_003)]
+    average_(tensors, group, weights=weights)
+    same = True
+    for tensor in tensors:
+        out = torch.empty_like(tensor)
+        mean_into(out, [values(r, tensor.numel(), tensor.dtype) for r in range(world)], weights)
+        same = same and torch.equal(out, tensor)
+    return same
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_trains_carry_weights_and_dtypes(pool: RankPool, world: int) -> None:
+    """Weighted, in float32 and bfloat16: the definition, to the bit."""
+    assert pool.run(world, weighted_train) == [True] * world
+
+
+def without_loops() -> tuple[bool, bool]:
+    """Average where one rank has no compiler."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group = own_group(tuple(range(world)), 20)
+    has = fused.library("mean") if rank else None
+    with mock.patch.object(links, "library", return_value=has):
+        tensors = [values(rank, n, torch.float32) for n in (900_000, 7, 1_200_003)]
+        average_(tensors, group)
+    board = links.board_of(peers_of(group))
+    same = [
+        torch.equal(t, exact_mean([values(r, t.numel(), t.dtype) for r in range(world)]))
+        for t in tensors
+    ]
+    return all(same), board.fused
+
+
+def test_one_rank_without_a_compiler_stops_trains_for_all(pool: RankPool) -> None:
+    """The group then goes buffer by buffer, with the same result."""
+    assert pool.run(3, without_loops) == [(True, False)] * 3
