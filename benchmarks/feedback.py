@@ -89,7 +89,7 @@ def train(name: str, seed: int) -> float:
     with attach(model, optimizer, strategy) as run:
         for _ in range(STEPS):
             optimizer.zero_grad()
-            loss_of(model, part, generator).backward()
+            loss_of(model, part, generator).backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()

@@ -7,10 +7,10 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from loosestep import ZeroRedundancyOptimizer, hook_with_zero_step
-from loosestep.peers import peers_of
 from loosestep.testing import RankPool
 from loosestep.wire import links
 from tests.oracle import loss_of, make_net, snapshot
@@ -29,20 +29,14 @@ def train(read: str, with_hook: str) -> tuple[dict[str, torch.Tensor], bool, int
         lr=0.05,
     )
     if with_hook == "hook":
-        net.register_comm_hook(None, hook_with_zero_step(_all_reduce, net, zero))
+        net.register_comm_hook(None, hook_with_zero_step(allreduce_hook, net, zero))
     for step in range(6):
         zero.zero_grad()
         loss_of(net, dist.get_rank(), step).backward()
         zero.step()
     del os.environ["LOOSESTEP_READ_MEMORY"]
-    board = links.board_of(peers_of(zero.wire.parameter_peers.process_group))
+    board = links.board_of(zero.wire.parameter_peers)
     return snapshot(net), board.readable, zero.wire.take_moved().bytes_sent
-
-
-def _all_reduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    return allreduce_hook(None, bucket)
 
 
 @pytest.mark.parametrize("with_hook", ["hook", "step"])

@@ -174,7 +174,7 @@ def without_memory() -> tuple[torch.Tensor, int]:
     """Average where one rank cannot have shared memory."""
     real = os.posix_fallocate
     if dist.get_rank() == 1:
-        os.posix_fallocate = _refuse  # type: ignore[assignment]
+        os.posix_fallocate = _refuse
     try:
         tensor = values(dist.get_rank(), 5000, torch.float32)
         ranks = tuple(range(dist.get_world_size()))
@@ -338,7 +338,7 @@ def refuse_resident(how: str) -> str:
     links.board_of(peers_of(group))
     real = os.posix_fallocate
     if how == "full" and dist.get_rank() == 1:
-        os.posix_fallocate = _refuse  # type: ignore[assignment]
+        os.posix_fallocate = _refuse
     parameter = torch.nn.Parameter(torch.ones(3))
     try:
         averager = PeriodicModelAverager(1, process_group=group, reducer=Resident())
