@@ -114,6 +114,7 @@ class Board:
         self.hosts: list[tuple[int, ...]] = []  # the members of the group, by host
         self.started = 0  # slots so far
         self.open: dict[int, int] = {}  # place of a slot -> its number, until all have taken it
+        self.unfinished: set[int] = set()  # places of slots that this rank is not through with
         self.train_numbers = [0] * WINDOWS  # of the slots that used the trains' windows last
         self.fused = False  # whether all members are neighbours and have the loops in C
         self.windows: list[Use | None] = [None] * WINDOWS  # by whom they were used last
@@ -130,6 +131,24 @@ class Board:
     def members(self) -> list[int]:
         """The neighbours' group ranks."""
         return list(self.neighbours)
+
+    def next_number(self) -> tuple[int, int]:
+        """Reserve the next slot; return its number and that of the last one at its place, or 0.
+
+        Places that this rank itself still holds are passed over: so do all ranks, since they open
+        and finish their slots in the same order.
+        """
+        if len(self.unfinished) == SLOTS:
+            raise RuntimeError(
+                f"{SLOTS} buffers are under way at once; wait for some of them first"
+            )
+        self.started += 1
+        while self.started % SLOTS in self.unfinished:
+            self.started += 1
+        place = self.started % SLOTS
+        previous = self.open.get(place, 0)
+        self.open[place] = self.started
+        return self.started, previous
 
     def wait_for_all(self, peers: Peers, column: int, value: int) -> None:
         """Return when all neighbours have reached ``value``."""
@@ -193,13 +212,12 @@ class Slot:
     def __init__(self, board: Board, peers: Peers) -> None:
         self.members = board.members
         self.board, self._peers = board, peers
-        board.started += 1
-        place = board.started % SLOTS
-        self.number, self._first = board.started, 5 * place
+        self.number, previous = board.next_number()
+        self._place = self.number % SLOTS
+        self._first = 5 * self._place
         self.use = Use(self.number, self._first + TAKEN)
-        if place in board.open:
-            board.wait_for_all(peers, self.use.column, board.open[place])
-        board.open[place] = self.number
+        board.wait_for_all(peers, self.use.column, previous)
+        board.unfinished.add(self._place)
 
     def offer(self, place: int, detail: int = 0) -> None:
         """Tell all neighbours where mine lies."""
@@ -230,6 +248,11 @@ class Slot:
     def wait(self, member: int, mark: int) -> None:
         """Return when a neighbour has come to ``mark``."""
         self.board.wait(self._peers, member, self._first + mark, self.number)
+
+    def finish(self) -> None:
+        """Say that this rank is through with it, whatever the neighbours are."""
+        self.use.finished = True
+        self.board.unfinished.discard(self._place)
 
     def wait_until_taken(self) -> None:
         """Return when no neighbour needs mine any more."""

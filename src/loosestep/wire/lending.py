@@ -73,6 +73,7 @@ class Loan:
     def close(self) -> None:
         """Return when the neighbours have taken what they need of mine."""
         self._slot.wait_until_taken()
+        self._slot.finish()
         self._kept = ()
         if self._copy is not None:
             self._board.shelf.give(self._copy)

@@ -138,8 +138,9 @@ typedef struct {
     int64_t window_bytes, slots, sleeps; /* sleeps: the column that says that somebody sleeps */
     char **buffers;
     const int64_t *numels, *places; /* places: where a buffer is resident, else -1 */
-    int64_t num_buffers, element_bytes, first_number;
-    const int64_t *window_numbers; /* who used each window last; 0: nobody */
+    int64_t num_buffers, element_bytes;
+    const int64_t *numbers, *previous; /* of their slots, and of who used those last; 0: nobody */
+    const int64_t *window_numbers;     /* who used each window last; 0: nobody */
     const double *weights;
     double divisor;
     int64_t offered, step, phase, at; /* how far it is */
@@ -147,7 +148,6 @@ typedef struct {
     double deviation, magnitude, samples;
 } Train;
 
-static int64_t number_of(const Train *train, int64_t i) { return train->first_number + i; }
 static int64_t column_of(const Train *train, int64_t number) {
     return MARKS * (number % train->slots);
 }
@@ -190,15 +190,13 @@ static int64_t part(const Train *train, int64_t i, int64_t member) {
 }
 
 static int offer(Train *train, int64_t i, double seconds) {
-    const int64_t number = number_of(train, i), slot = column_of(train, number);
+    const int64_t number = train->numbers[i], slot = column_of(train, number);
     int64_t place = train->places[i];
-    if (number > train->slots && !all_reached(train, slot + TAKEN, number - train->slots, seconds))
-        return 0;
+    if (!all_reached(train, slot + TAKEN, train->previous[i], seconds)) return 0;
     if (place < 0) {
-        const int64_t before = i >= WINDOWS ? number - WINDOWS : train->window_numbers[i % WINDOWS];
-        if (before > 0 && before > number - train->slots &&
-            !all_reached(train, column_of(train, before) + TAKEN, before, seconds))
-            return 0;
+        const int64_t before =
+            i >= WINDOWS ? train->numbers[i - WINDOWS] : train->window_numbers[i % WINDOWS];
+        if (!all_reached(train, column_of(train, before) + TAKEN, before, seconds)) return 0;
         const int64_t first = part(train, i, train->group_rank);
         const int64_t last = part(train, i, train->group_rank + 1);
         char *room = window(train, train->arena, i % WINDOWS);
@@ -224,7 +222,7 @@ static char *version(const Train *train, const Neighbour *of, int64_t slot) {
 }
 
 static int reduce(Train *train, int64_t i, double seconds) {
-    const int64_t number = number_of(train, i), slot = column_of(train, number);
+    const int64_t number = train->numbers[i], slot = column_of(train, number);
     if (!all_reached(train, slot + OFFERED, number, seconds)) return 0;
     const int64_t first = part(train, i, train->group_rank);
     const int64_t count = (part(train, i, train->group_rank + 1) - first) / train->element_bytes;
@@ -280,7 +278,7 @@ static void copy_home(char *to, const char *from, size_t size) { memcpy(to, from
 #endif
 
 static int collect(Train *train, int64_t i, double seconds) {
-    const int64_t number = number_of(train, i), slot = column_of(train, number);
+    const int64_t number = train->numbers[i], slot = column_of(train, number);
     for (; train->at < train->num_neighbours; train->at++) {
         const Neighbour *from = &train->neighbours[train->at];
         if (!reached(train, train->at, slot + REDUCED, number, seconds)) return 0;
@@ -324,7 +322,7 @@ int64_t drive(Train *train, double seconds) {
         }
         train->phase = 0;
     }
-    const int64_t last = number_of(train, train->num_buffers - 1);
+    const int64_t last = train->numbers[train->num_buffers - 1];
     const int64_t column = column_of(train, last) + TAKEN;
     return all_reached(train, column, last, seconds) ? DONE : WAITING;
 }

@@ -69,7 +69,7 @@ class MemoryExchange:
             if not self._resident:
                 first, last = self._task.bounds[member]
                 buffer[first:last].copy_(self._views[member][first:last])
-        self._slot.use.finished = True
+        self._slot.finish()
         self._slot.tell_all(TAKEN)
 
     def release(self) -> None:

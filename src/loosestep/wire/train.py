@@ -47,8 +47,8 @@ class _Train(ctypes.Structure):
         ("arena", Pointer),
         *((name, Number) for name in ("window_bytes", "slots", "sleeps")),
         *((name, Pointer) for name in ("buffers", "numels", "places")),
-        *((name, Number) for name in ("num_buffers", "element_bytes", "first_number")),
-        *((name, Pointer) for name in ("window_numbers", "weights")),
+        *((name, Number) for name in ("num_buffers", "element_bytes")),
+        *((name, Pointer) for name in ("numbers", "previous", "window_numbers", "weights")),
         ("divisor", Real),
         *((name, Number) for name in ("offered", "step", "phase", "at", "waits_for")),
         *((name, Real) for name in ("deviation", "magnitude", "samples")),
@@ -65,10 +65,6 @@ class Train:
         self._peers, self._board, self._done = peers, board, False
         most = board.layout.train_bytes
         self._pieces = [piece for buffer in buffers for piece in cut(buffer, most, peers.size)]
-        self._first = board.started + 1
-        board.started += len(self._pieces)
-        for number in range(self._first, board.started + 1):
-            board.open[number % SLOTS] = number
         self._count()
 
     def advance(self) -> None:
@@ -99,9 +95,6 @@ class Train:
 
     def _arrived(self, train: _Train) -> None:
         self._done = True
-        last = self._first + len(self._pieces) - 1
-        for number in range(max(self._first, last - WINDOWS + 1), last + 1):
-            self._board.train_numbers[(number - self._first) % WINDOWS] = number
         self.traffic.deviation, self.traffic.magnitude = train.deviation, train.magnitude
         self.traffic.samples = int(train.samples)
 
@@ -115,6 +108,7 @@ class Train:
     def _describe(self) -> _Train:
         """Return the whole journey as C sees it; what it points to is kept with it."""
         board, peers, pieces = self._board, self._peers, self._pieces
+        slots = [board.next_number() for _ in pieces]
         homes = [place_of(board, piece) for piece in pieces]
         weights = peers.weights
         neighbours = [_describe(board, neighbour) for neighbour in board.neighbours.values()]
@@ -123,11 +117,15 @@ class Train:
             (Pointer * len(pieces))(*(piece.data_ptr() for piece in pieces)),
             (Number * len(pieces))(*(piece.numel() for piece in pieces)),
             (Number * len(pieces))(*(-1 if home is None else home for home in homes)),
+            (Number * len(pieces))(*(number for number, _ in slots)),
+            (Number * len(pieces))(*(previous for _, previous in slots)),
             (Number * WINDOWS)(*board.train_numbers),
             (Real * peers.size)(*(weights or [1.0] * peers.size)),
         )
         addresses = [ctypes.addressof(array) for array in self._kept]
-        near, buffers, numels, places, numbers, shares = addresses
+        near, buffers, numels, places, numbers, previous, before, shares = addresses
+        for index, (number, _) in enumerate(slots):
+            board.train_numbers[index % WINDOWS] = number
         return _Train(
             neighbours=near,
             num_neighbours=len(neighbours),
@@ -142,8 +140,9 @@ class Train:
             places=places,
             num_buffers=len(pieces),
             element_bytes=pieces[0].element_size(),
-            first_number=self._first,
-            window_numbers=numbers,
+            numbers=numbers,
+            previous=previous,
+            window_numbers=before,
             weights=None if weights is None else shares,
             divisor=float(peers.size) if weights is None else sum(weights),
         )
