@@ -18,7 +18,7 @@ from loosestep.binding import Progress
 from loosestep.clock import Clock
 from loosestep.errors import warn_once
 from loosestep.groups import free_group, own_group, private_twin, require_process_group, world_group
-from loosestep.overlap import Overlap
+from loosestep.overlap import Overlap, check_can_overlap
 from loosestep.parameters import Parameters, get_params_to_average
 from loosestep.peers import peers_of
 from loosestep.policies import Buffers, Parts, buffers_of, choose, parts_of, unwrap_compiled
@@ -71,6 +71,7 @@ class ModelAverager(ABC):
         self.telemetry = options.get("telemetry") or Telemetry()
         self.timeout = options.get("timeout")
         self.overlap_steps = check_overlap(options.get("overlap_steps", 0), [])
+        check_can_overlap(self.overlap_steps, self.reducer)
         self._own = process_group is None
         self._averagers: dict[str, Averager] = {}
         self._references: dict[str, References] = {}  # by level, for lossy reducers

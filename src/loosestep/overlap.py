@@ -24,9 +24,9 @@ import torch
 from loosestep.averaging import Averager
 from loosestep.binding import Progress
 from loosestep.flight import Flight
-from loosestep.policies import Parts
+from loosestep.policies import OptimizerState, Parts
 from loosestep.tensors import Named, memory
-from loosestep.wire import Traffic
+from loosestep.wire import NonFinite, Reducer, Resident, Traffic
 
 
 class Overlap:
@@ -187,6 +187,31 @@ class Copies:
             held[name] = old if fits and old is not None else torch.empty_like(tensor.detach())
         self._held = held
         return list(held.items())
+
+
+def check_can_overlap(
+    overlap_steps: int, reducer: Reducer | None, state: OptimizerState = OptimizerState.KEEP
+) -> None:
+    """Raise where differences to a snapshot, applied later, would not do what was asked for."""
+    if not overlap_steps:
+        return
+    if state is OptimizerState.AVERAGE:
+        raise ValueError(
+            f"overlap_steps={overlap_steps} adds a difference that is some steps old, which can "
+            "bring Adam's second moments below zero, so optimizer_state cannot be 'average'; "
+            "use 'keep' or 'reset', or overlap_steps=0"
+        )
+    if getattr(reducer, "on_nonfinite", None) is NonFinite.SKIP:
+        raise ValueError(
+            f"overlap_steps={overlap_steps} adds a difference, and a rank that {reducer} skipped "
+            "holds NaN, to which nothing can be added; use on_nonfinite='raise', or "
+            "overlap_steps=0"
+        )
+    if isinstance(reducer, Resident):
+        raise ValueError(
+            f"overlap_steps={overlap_steps} averages copies of the parameters and not those that "
+            f"{reducer} moves into shared memory; use TwoLevel() or Mean(), or overlap_steps=0"
+        )
 
 
 def differ_(means: Sequence[torch.Tensor], snapshots: Sequence[torch.Tensor]) -> None:

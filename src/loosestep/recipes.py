@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from loosestep.overlap import check_can_overlap
 from loosestep.policies import Buffers, Initial, OptimizerState, Sharding, choose
 from loosestep.schedule import (
     Schedule,
@@ -69,6 +70,9 @@ class Strategy:
         object.__setattr__(self, "buffers", choose(Buffers, self.buffers))
         object.__setattr__(self, "optimizer_state", choose(OptimizerState, self.optimizer_state))
         object.__setattr__(self, "initial", choose(Initial, self.initial))
+        check_can_overlap(
+            self.overlap_steps, self.reducer, choose(OptimizerState, self.optimizer_state)
+        )
 
     def describe(self) -> str:
         """Return the strategy as one line, to be compared across ranks."""
