@@ -100,8 +100,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
                 stacklevel=2,
             )
         self.averager.step = step or 0
-        if KEPT in state_dict:
-            self.averager.load_kept_state(state_dict[KEPT])
+        self.averager.load_kept_state(state_dict.get(KEPT, {}))  # nothing kept: forget what is
         self._note_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
