@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +17,12 @@ from loosestep import (
     ErrorFeedback,
     Hosts,
     Int4,
+    Int8,
     Mean,
+    NotFinite,
+    PeerLost,
     Reducer,
+    Resident,
     Strategy,
     TwoLevel,
     attach,
@@ -37,17 +44,18 @@ def group_of(ranks: list[int], weights: tuple[float, ...] | None = None) -> Peer
 
 def reduce_with(
     reducer: Reducer, ranks: list[int], weights: tuple[float, ...] | None = None
-) -> tuple[torch.Tensor, int]:
-    """Reduce one buffer twice and return the second result and what was sent for it."""
+) -> tuple[torch.Tensor, int, int]:
+    """Reduce a buffer of several windows twice; return the second result, bytes sent and said."""
     if dist.get_rank() not in ranks:
-        return torch.empty(0), 0
+        return torch.empty(0), 0, 0
     peers = group_of(ranks, weights)
     for _ in range(2):
         buffer = values(dist.get_rank(), NUMEL, torch.float32)
         handle = reducer.start(buffer, peers, "weight")
         handle.advance()
         handle.wait()
-    return buffer, handle.traffic.bytes_sent
+    told = reducer.bytes_on_wire(NUMEL, torch.float32, len(ranks), ranks.index(dist.get_rank()))
+    return buffer, handle.traffic.bytes_sent, told
 
 
 def in_two_levels(
@@ -78,7 +86,7 @@ def test_two_levels_equal_their_definition(
     """Two hosts of two ranks: to the bit what is written down."""
     results = pool.run(4, reduce_with, TwoLevel(ranks_per_host=2), [0, 1, 2, 3], weights)
     expected = in_two_levels([0, 1, 2, 3], 2, weights)
-    assert all(torch.equal(result, expected) for result, _ in results)
+    assert all(torch.equal(result, expected) for result, *_ in results)
 
 
 @pytest.mark.parametrize(
@@ -124,13 +132,11 @@ def test_compression_works_between_hosts_only(pool: RankPool, inner: Reducer) ->
     reducer = TwoLevel(inner, ranks_per_host=2)
     results = pool.run(4, reduce_with, reducer, [0, 1, 2, 3])
     expected = in_two_levels([0, 1, 2, 3], 2)
-    for rank, (result, sent_bytes) in enumerate(results):
+    for rank, (result, sent_bytes, _) in enumerate(results):
         assert torch.equal(result, results[0][0])
         assert (result - expected).norm() < 0.35 * expected.norm()  # what was held back comes later
         if not isinstance(inner, Cast):  # whose mean goes through memory here
-            # A buffer of several windows is encoded in as many parts, with a scale or two more.
-            told = reducer.bytes_on_wire(NUMEL, torch.float32, 4, rank)
-            assert abs(sent_bytes - told) <= 64 * 8
+            assert sent_bytes == results[rank][2]
 
 
 def test_bytes_are_said_before_a_group_is_met() -> None:
@@ -225,3 +231,99 @@ def train_with_a_mask() -> bool:
 def test_buffers_are_never_compressed(pool: RankPool) -> None:
     """An attention mask of infinities is no error, and statistics are averaged exactly."""
     assert pool.run(2, train_with_a_mask) == [True, True]
+
+
+def weigh_anew() -> list[float]:
+    """Average twice on one group, with other weights each time."""
+    rank, peers = dist.get_rank(), group_of([0, 1, 2, 3])
+    found = []
+    for weights in (None, (3.0, 1.0, 1.0, 1.0), None):
+        buffer = torch.full((5,), float(rank))
+        weighed = replace(peers, weights=weights)
+        TwoLevel(ranks_per_host=2).start(buffer, weighed, "weight").wait()
+        found.append(float(buffer[0]))
+    return found
+
+
+def test_weights_are_those_of_the_call(pool: RankPool) -> None:
+    """(0 + 1 + 2 + 3) / 4 = 1.5; (3 * 0 + 1 + 2 + 3) / 6 = 1; and 1.5 again."""
+    assert pool.run(4, weigh_anew) == [[1.5, 1.0, 1.5]] * 4
+
+
+def spread_nan(policy: str) -> tuple[str, float]:
+    """Reduce where one element of one rank is NaN; return who was named, or the mean."""
+    rank, peers = dist.get_rank(), group_of([0, 1, 2, 3])
+    buffer = torch.full((1000,), float(rank))
+    if rank == 1:
+        buffer[3] = float("nan")
+    reducer = TwoLevel(Int8(on_nonfinite=policy), ranks_per_host=2)
+    try:
+        reducer.start(buffer, peers, "weight").wait()
+    except NotFinite as error:
+        named, kept = str(error.ranks), buffer.nan_to_num(0.0)[0].item() == rank
+        buffer = torch.full((1000,), float(rank))
+        reducer.start(buffer, peers, "weight").wait()  # the group can go on
+        return named if kept else "changed", float(buffer[0])
+    return "", float(buffer[0])
+
+
+def test_nan_on_one_rank_is_told_to_all_before_hosts_average(pool: RankPool) -> None:
+    """All ranks raise with the rank that has it, or all leave it out: (0 + 2 + 3) / 3."""
+    for named, mean in pool.run(4, spread_nan, "raise"):
+        assert named == "(1,)"
+        assert mean == pytest.approx(1.5, rel=0.01)
+    for named, mean in pool.run(4, spread_nan, "skip"):
+        assert named == ""
+        assert mean == pytest.approx(5 / 3, rel=0.01)
+
+
+def test_what_cannot_work_is_refused_at_once() -> None:
+    """With the value and the way out."""
+    with pytest.raises(TypeError, match="such as Int4"):
+        TwoLevel(Int8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Resident"):
+        TwoLevel(Resident())
+    with pytest.raises(ValueError, match="whole number"):
+        TwoLevel(ranks_per_host=2.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="whole number"):
+        Int8(block=2.5)  # type: ignore[arg-type]
+
+
+def wait_twice(reducer: Reducer) -> bool:
+    peers = group_of([0, 1])
+    first = torch.full((100,), float(dist.get_rank()))
+    handle = reducer.start(first, peers, "first")
+    handle.wait()
+    for step in range(8):  # other buffers use the same windows
+        other = torch.full((100,), 100.0 + step)
+        reducer.start(other, peers, "other").wait()
+    handle.wait()
+    return bool((first == 0.5).all())
+
+
+@pytest.mark.parametrize("reducer", [Mean(), TwoLevel(ranks_per_host=1)], ids=repr)
+def test_waiting_twice_changes_nothing(pool: RankPool, reducer: Reducer) -> None:
+    """Also when the windows have been used by others since."""
+    assert pool.run(2, wait_twice, reducer) == [True, True]
+
+
+def after_a_loss() -> list[float]:
+    """Queue buffers on a group where a neighbour never comes; return how long each one took."""
+    peers = replace(group_of([0, 1]), timeout=1.0)
+    Mean().start(torch.ones(10), peers, "meet").wait()
+    seconds = []
+    for _ in range(3):
+        began = time.monotonic()
+        if dist.get_rank() == 0:
+            with contextlib.suppress(PeerLost):
+                Mean().start(torch.ones(10), peers, "alone").wait()
+        seconds.append(time.monotonic() - began)
+    time.sleep(0.0 if dist.get_rank() == 0 else 2.0)
+    return seconds
+
+
+def test_a_lost_group_is_not_waited_for_again(pool: RankPool) -> None:
+    """The first wait takes the time-out, the others nothing."""
+    first, *others = pool.run(2, after_a_loss)[0]
+    assert 0.9 < first < 2.5
+    assert max(others) < 0.3

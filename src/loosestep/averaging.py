@@ -134,7 +134,7 @@ class Averager:
             check_averageable(named)
             self._check_device(named[0][1].device)
             parts = memory(named)
-            statement = state([*_originals(parts, named), *counters], *self._agreements)
+            statement = state([*_originals(parts, named), *counters], *self._lines())
             bad = first_nonfinite(_compressed(parts)) if self._policy else ""
         except (ValueError, TypeError) as error:
             refusal = error
@@ -148,6 +148,12 @@ class Averager:
         if self._bind(named):
             parts = memory(named)
         return Agreed(parts, tuple(counters), _shard_keys(named), headers, at.step, skipped)
+
+    def _lines(self) -> tuple[str, ...]:
+        """Return what must be equal on all ranks besides the tensors."""
+        describe = getattr(self.reducer, "describe_kept", None)
+        kept = "" if describe is None else describe()
+        return (*self._agreements, f"a reducer that keeps {kept}") if kept else self._agreements
 
     def _bind(self, named: Sequence[Named]) -> bool:
         """Show the tensors to the reducer once; return whether it may have moved them."""
@@ -234,7 +240,7 @@ class Averager:
     def _jobs(self, agreed: Agreed) -> list[Job]:
         jobs: list[Job] = []
         for key, group in _by_shard(agreed).items():
-            peers = _without(self._shard(key)[1], agreed.skipped)
+            peers = replace(_without(self._shard(key)[1], agreed.skipped), checked=True)
             size = min(self._window_bytes, links.window_bytes(peers))
             if not is_lossy(self.reducer):
                 jobs += jobs_of(windows(group, size), peers, key)

@@ -26,11 +26,18 @@ def first_nonfinite(named: Sequence[Named]) -> str:
     'b'
     """
     for name, tensor in named:
+        if tensor.dtype == torch.float64 and tensor.numel() and not _fits_float32(tensor):
+            return name
         # A sum needs no memory; one that overflows asks for a closer look.
         wide = torch.float64 if tensor.dtype.itemsize >= 4 else torch.float32
         if not tensor.sum(dtype=wide).isfinite() and not tensor.isfinite().all():
             return name
     return ""
+
+
+def _fits_float32(tensor: torch.Tensor) -> bool:
+    """Say whether float64 values can be encoded, which is done from float32."""
+    return bool(tensor.abs().max() <= torch.finfo(torch.float32).max)
 
 
 def ranks_without(peers: Peers, headers: Sequence[Header]) -> tuple[int, ...]:

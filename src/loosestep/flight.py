@@ -77,6 +77,7 @@ class Flight:
         if self._thread is not None:
             self._thread.join(LINGER_SECONDS)
             if self.flying and self.peers is not None:
+                self.peers.give_up("an average under way was given up")
                 _hang_up(self.peers)
                 self._thread.join(LINGER_SECONDS)
 

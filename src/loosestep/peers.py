@@ -77,6 +77,7 @@ class Peers:
     weights: tuple[float, ...] | None = None  # one a member; None: all count the same
     timeout: float | None = None  # seconds; None: the process group's own
     phase: Phase = field(default=Phase("talking"))
+    checked: bool = False  # whether all have said already which of them have a say
 
     @property
     def size(self) -> int:
@@ -105,11 +106,19 @@ class Peers:
 
     def post(self, messages: Sequence[Message], tag: int) -> list[Transfer]:
         """Launch messages that go together and return what is to be waited for."""
-        if (failure := _broken.get(self._group)) is not None:
-            raise failure.error("this process group failed before and cannot go on: ")
+        self.check()
         if messages and messages[0].tensor.device.type != "cpu":
             return self._post_batch(messages, tag)
         return [self._launch(message, tag) for message in messages]
+
+    def check(self) -> None:
+        """Raise if the group has failed before, or was given up."""
+        if (failure := _broken.get(self._group)) is not None:
+            raise failure.error("this process group failed before and cannot go on: ")
+
+    def give_up(self, reason: str) -> None:
+        """Close the group to later calls, and end those that wait through memory now."""
+        _broken.setdefault(self._group, _Failure(reason, (), str(self.phase)))
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Hand ``payload`` to every member and return all payloads by group rank."""

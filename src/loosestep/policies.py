@@ -51,6 +51,7 @@ class Sharding:
             )
 
 
+STATE = "state "  # in front of the name of a parameter's state
 BUFFER = "buffer "  # in front of a buffer's name; no attribute of a module has a space
 
 Choice = TypeVar("Choice", bound=enum.Enum)
@@ -90,8 +91,12 @@ def buffers_of(module: torch.nn.Module) -> list[Named]:
 
 
 def always_exact(name: str) -> bool:
-    """Say whether a tensor is never compressed: buffers, small and at times infinite (masks)."""
-    return name.startswith(BUFFER)
+    """Say whether a tensor is never compressed.
+
+    Buffers are small and at times infinite (masks). Of an optimizer's state, second moments must
+    not be negative, and a difference that lost some bits could make them so.
+    """
+    return name.startswith((BUFFER, STATE))
 
 
 @dataclass(frozen=True)
@@ -137,5 +142,5 @@ def optimizer_state_of(
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, torch.Tensor):
                 kind = counters if value.ndim == 0 else shaped
-                kind.append((f"state {name}.{key}", value))
+                kind.append((f"{STATE}{name}.{key}", value))
     return shaped, counters

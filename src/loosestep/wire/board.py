@@ -12,7 +12,6 @@ import ctypes
 import os
 import platform
 import select
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from loosestep.peers import Peers
+from loosestep.wire.fused import library
 from loosestep.wire.kernel import copy_from, sleep_on, wake
 from loosestep.wire.segments import Segment
 from loosestep.wire.shelf import Shelf
@@ -42,15 +42,15 @@ Row = ctypes.c_int64 * COLUMNS
 HEADER_BYTES = 64  # a random number at the front, by which neighbours know that they have met
 ENDED = "its process has ended"
 
-# Other processors may let a later store overtake earlier ones; taking a lock forbids that.
-_ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
-_lock = threading.Lock()
+# Other processors may let a later store overtake earlier ones: there a fence in C forbids that.
+ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
 def _fence() -> None:
-    if not _ORDERED:
-        with _lock:
-            pass
+    if not ORDERED:
+        loops = library("mean")
+        assert loops is not None, "without it no memory is shared on such a machine"
+        loops.fence()
 
 
 class Home(NamedTuple):
@@ -123,9 +123,24 @@ class Board:
         self.shelf = Shelf()
         self.shared: list[Home] = []  # where resident parameters of mine live
         self.rows: list[ctypes.Array[ctypes.c_int64]] = []
+        self._arena: torch.Tensor | None = None
         if segment is not None:
             self.rows = rows_of(segment, group_size)
-            self.arena = arena_of(segment, group_size)
+            self._arena = arena_of(segment, group_size)
+
+    @property
+    def arena(self) -> torch.Tensor:
+        """The windows; their memory is taken when they are first used, which not all groups do."""
+        assert self._arena is not None, "there are neighbours"
+        if self.segment is not None and self.segment.fd >= 0:
+            try:
+                self.segment.reserve()
+            except OSError as error:
+                raise RuntimeError(
+                    f"there is no memory for {self.layout.arena_bytes} bytes of windows: {error}; "
+                    "free some, or set LOOSESTEP_SHARED_MEMORY=0 on all ranks"
+                ) from error
+        return self._arena
 
     @property
     def members(self) -> list[int]:
@@ -167,6 +182,7 @@ class Board:
         address = ctypes.addressof(row) + 8 * column
         began, limit = time.monotonic(), peers.seconds
         row[SLEEPS] = 1
+        peers.check()
         while (now := row[column]) < value:
             if time.monotonic() - began > limit:
                 raise peers.lost(member, f"no answer within {limit:g} s")
@@ -181,6 +197,7 @@ class Board:
 
         The one that I wait for may wait for a dead one; one that owes nothing may have finished.
         """
+        peers.check()  # another thread may have given the group up
         for member, neighbour in self.neighbours.items():
             if self._owes(member) and neighbour.has_ended() and self._owes(member):
                 raise peers.lost(member, ENDED)
@@ -212,6 +229,7 @@ class Slot:
     def __init__(self, board: Board, peers: Peers) -> None:
         self.members = board.members
         self.board, self._peers = board, peers
+        peers.check()
         self.number, previous = board.next_number()
         self._place = self.number % SLOTS
         self._first = 5 * self._place
@@ -292,9 +310,10 @@ class Layout:
         return WINDOWS * self.window_bytes
 
 
-def segment_bytes(group_size: int, layout: Layout) -> int:
-    """Return how much memory a board takes."""
-    return _arena_start(group_size) + layout.arena_bytes
+def segment_bytes(group_size: int, layout: Layout) -> tuple[int, int]:
+    """Return how much memory a board takes in all, and for its rows alone."""
+    rows = _arena_start(group_size)
+    return rows + layout.arena_bytes, rows
 
 
 def rows_of(segment: Segment, group_size: int) -> list[ctypes.Array[ctypes.c_int64]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from loosestep.peers import Peers
+from loosestep.tensors import Named
 from loosestep.wire.codec_cast import Narrow, narrow
 from loosestep.wire.compressed import Compressed, Memories
 from loosestep.wire.mean import Mean
@@ -32,6 +34,13 @@ class Cast:
             raise TypeError(f"Cast needs a floating dtype such as torch.bfloat16, got {dtype}")
         self.dtype = dtype
         self.inner = Mean() if inner is None else inner
+        self.on_nonfinite = getattr(self.inner, "on_nonfinite", None)
+
+    def bind(self, named: Sequence[Named], peers: Peers) -> None:
+        """Show the tensors to ``inner``, if it wants to see them."""
+        bind = getattr(self.inner, "bind", None)
+        if bind is not None:
+            bind(named, peers)
 
     @property
     def engine(self) -> Compressed | None:

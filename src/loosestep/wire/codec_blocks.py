@@ -26,10 +26,10 @@ class Blocks:
     """The codec of ``bits`` bits a value and a scale for every ``block`` values."""
 
     def __init__(self, bits: int, block: int = 256, *, loops: Loops = Loops.BEST) -> None:
-        if not 1 <= block <= LARGEST_BLOCK:
+        if not isinstance(block, int) or not 1 <= block <= LARGEST_BLOCK:
             raise ValueError(
-                f"block must lie in 1..{LARGEST_BLOCK}, got {block}; 256 values for a scale is "
-                "a fair deal between bytes and precision"
+                f"block must be a whole number in 1..{LARGEST_BLOCK}, got {block}; 256 values a "
+                "scale is a fair deal between bytes and precision"
             )
         self.bits, self.block, self._loops = bits, block, loops
 

@@ -9,6 +9,7 @@ after t calls, and what is kept, add up to what was given: nothing is ever lost,
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,11 @@ class ErrorFeedback:
         sent = Residual(self._sent, key, size)
         mean = Residual(self._mean, key, last - first)
         return self._engine.launch(buffer, peers, slot, Memories(sent, mean))
+
+    def describe_kept(self) -> str:
+        """Return how much is kept of what, to be compared across ranks; empty for nothing."""
+        sizes = sorted((key, kept.numel()) for key, kept in self._sent.items())
+        return hashlib.blake2b(repr(sizes).encode(), digest_size=8).hexdigest() if sizes else ""
 
     def bytes_on_wire(
         self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0

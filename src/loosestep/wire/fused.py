@@ -40,7 +40,7 @@ def library(name: str) -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(_compiled(source, compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # no home, no compiler
         logger.warning("%s runs in plain torch: compiling failed: %s", name, error)
         return None
 

@@ -30,16 +30,7 @@ def copy_from(pid: int, there: Spans, here: Spans) -> str:
 
     The spans of both sides hold equally many bytes, cut as each side likes.
     """
-    return _copy("process_vm_readv", pid, here, there)
-
-
-def copy_to(pid: int, there: Spans, here: Spans) -> str:
-    """Copy bytes into process ``pid``; return what went wrong, or ''."""
-    return _copy("process_vm_writev", pid, here, there)
-
-
-def _copy(name: str, pid: int, here: Spans, there: Spans) -> str:
-    function = _kernel_copy(name)
+    function = _kernel_copy("process_vm_readv")
     if function is None:
         return "reading other processes' memory is not available here"
     here, there = [s for s in here if s[1]], [s for s in there if s[1]]

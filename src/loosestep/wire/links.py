@@ -18,6 +18,7 @@ from loosestep.flat import WINDOW_BYTES
 from loosestep.peers import Peers
 from loosestep.places import host_key
 from loosestep.wire.board import (
+    ORDERED,
     Board,
     Layout,
     Neighbour,
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 DEPTH = 12  # by the network; more: less waiting for each other
 OFF = "switched off by LOOSESTEP_SHARED_MEMORY=0"
+ALONE = "it is alone on its host"
+UNORDERED = "without a C compiler this processor cannot order what it writes"
 
 _boards: weakref.WeakKeyDictionary[dist.ProcessGroup, Board] = weakref.WeakKeyDictionary()
 
@@ -119,7 +122,8 @@ def _meet(peers: Peers) -> Board:
     hosts, fused = [host for host, _ in said], all(loops for _, loops in said)
     by_host = [[m for m, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
     layout = Layout.of(max(map(len, by_host)), trains=fused)
-    segment, card = _introduce(peers.size, layout)
+    alone = hosts.count(host_key()) == 1
+    segment, card = (None, _nothing(ALONE)) if alone else _introduce(peers.size, layout)
     cards = [_Card(**json.loads(p)) for p in peers.exchange(json.dumps(asdict(card)).encode())]
     board = Board(segment, peers.size, layout)
     board.hosts = [tuple(members) for members in by_host]
@@ -132,8 +136,6 @@ def _meet(peers: Peers) -> Board:
     board.fused = everybody and fused
     board.any_neighbours = any(members for members, _ in said)
     board.readable = all(said[p][1] for p in (peers.group_rank, *near))
-    if segment is not None:
-        segment.seal()
     _say(peers, board, [f"rank {peers.global_ranks[p]}: {cards[p].reason}" for p in near])
     return board
 
@@ -145,15 +147,21 @@ def _has_loops() -> bool:
 def _introduce(group_size: int, layout: Layout) -> tuple[Segment | None, _Card]:
     nonce = secrets.randbits(62)
     if os.environ.get("LOOSESTEP_SHARED_MEMORY") == "0":
-        return None, _Card(os.getpid(), -1, 0, nonce, 0, OFF)
+        return None, _nothing(OFF)
+    if not (ORDERED or _has_loops()):
+        return None, _nothing(UNORDERED)
     try:
-        segment = Segment.create(segment_bytes(group_size, layout))
+        segment = Segment.create(*segment_bytes(group_size, layout))
     except OSError as error:
-        why = f"no shared memory to be had: {error}"
-        return None, _Card(os.getpid(), -1, 0, nonce, 0, why)
+        return None, _nothing(f"no shared memory to be had: {error}")
     segment.map[:8] = struct.pack("<q", nonce)
     address = segment.bytes().data_ptr()
     return segment, _Card(os.getpid(), segment.fd, segment.size, nonce, address)
+
+
+def _nothing(reason: str) -> _Card:
+    """Return the card of a rank that shares no memory."""
+    return _Card(os.getpid(), -1, 0, 0, 0, reason)
 
 
 def _visit(member: int, card: _Card, peers: Peers) -> Neighbour | None:

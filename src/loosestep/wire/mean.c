@@ -116,6 +116,8 @@ void spread_f32(double *sums, const float *const *replicas, size_t num, size_t c
     sums[1] = magnitude;
 }
 
+void fence(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
 /* ---- Trains: many buffers, one after the other, through the windows of all neighbours. ---- */
 
 enum { PLACE, DETAIL, OFFERED, REDUCED, TAKEN, MARKS }; /* the columns of a slot, as in board.py */

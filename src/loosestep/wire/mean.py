@@ -208,7 +208,7 @@ class MeanInFlight:
 
     def __init__(self, task: Task) -> None:
         self.traffic = Traffic()
-        self.task, self._reduced = task, False
+        self.task, self._reduced, self._collected = task, False, False
         self._exchanges = exchanges(task)
         _count_bytes(self.traffic, task, self._exchanges)
 
@@ -254,6 +254,9 @@ class MeanInFlight:
 
     def collect(self) -> None:
         """Take in the other slices; return when nobody needs mine any more."""
+        if self._collected:
+            return
+        self._collected = True
         for exchange in self._exchanges:
             exchange.collect()
         for exchange in self._exchanges:

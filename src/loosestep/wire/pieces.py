@@ -62,6 +62,13 @@ def cut(buffer: torch.Tensor, most_bytes: int, multiple: int) -> Iterator[torch.
     >>> [piece.numel() for piece in cut(torch.zeros(10), most_bytes=20, multiple=2)]
     [4, 4, 2]
     """
-    step = max(1, most_bytes // buffer.element_size() // multiple) * multiple
-    for start in range(0, buffer.numel(), step):
-        yield buffer[start : start + step]
+    at = 0
+    for length in piece_lengths(buffer.numel(), buffer.element_size(), most_bytes, multiple):
+        yield buffer[at : at + length]
+        at += length
+
+
+def piece_lengths(numel: int, element_bytes: int, most_bytes: int, multiple: int) -> list[int]:
+    """Return how many elements the pieces have; none at all is one piece of none."""
+    step = max(1, most_bytes // element_bytes // multiple) * multiple
+    return [min(step, numel - start) for start in range(0, numel, step)] or [0]

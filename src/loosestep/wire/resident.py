@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from loosestep.peers import Peers, Phase
 from loosestep.tensors import Named
@@ -32,9 +33,10 @@ ALIGNMENT = 64  # bytes: what a vector unit likes
 class Resident(Mean):
     """The exact mean of parameters that are moved into shared memory when bound.
 
-    The results are those of ``Mean`` to the bit. For ranks of one host on the CPU; elsewhere it is
-    refused, so that nobody waits for a speed that is not there. Bind before anything takes views
-    of parameters or captures their addresses.
+    The results are those of ``Mean`` to the bit. For parameters on the CPU whose ranks share hosts
+    (other hosts are reached by the network, as ever); where nobody is near it is refused, so that
+    nobody waits for a speed that is not there. Bind before anything takes views of parameters or
+    captures their addresses.
 
     Example::
 
@@ -45,7 +47,7 @@ class Resident(Mean):
         """Move the parameters among ``named`` into memory that the group shares; collective."""
         if peers.size == 1:
             return
-        board, tensors = board_of(peers), [t for _, t in named if type(t) is torch.nn.Parameter]
+        board, tensors = board_of(peers), [t for _, t in named if isinstance(t, torch.nn.Parameter)]
         refusal, segment = _refusal(board, tensors, peers), None
         if tensors and not refusal:
             try:
@@ -68,6 +70,8 @@ def _refusal(board: Board, tensors: Sequence[torch.Tensor], peers: Peers) -> str
         return f"ranks {missing or 'of other hosts'} are not reached through shared memory"
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return f"parameters must be on the CPU, got {tensors[0].device}"
+    if any(isinstance(tensor, DTensor) for tensor in tensors):
+        return "parameters must be whole, and these are DTensors"
     return ""
 
 

@@ -24,16 +24,21 @@ class Segment:
     """A piece of shared memory, mapped into this process until nobody uses it any more."""
 
     def __init__(self, fd: int, size: int) -> None:
-        self.fd, self.size = fd, size
+        self.fd, self.size = -1, size
         self.map = mmap.mmap(fd, size)
+        self.fd = fd  # its own from now on; where mapping failed it is the caller's
 
     @classmethod
-    def create(cls, size: int) -> Segment:
-        """Make a new segment, filled with zeros."""
+    def create(cls, size: int, at_once: int | None = None) -> Segment:
+        """Make a new segment, filled with zeros; ``at_once`` bytes are reserved, by default all.
+
+        The others must not be touched before ``reserve``.
+        """
         size = -(-max(size, 1) // PAGE) * PAGE
         fd = _unnamed_file()
         try:
-            os.posix_fallocate(fd, 0, size)
+            os.ftruncate(fd, size)
+            os.posix_fallocate(fd, 0, size if at_once is None else at_once)
             return cls(fd, size)
         except OSError:
             os.close(fd)
@@ -50,6 +55,12 @@ class Segment:
         except OSError:
             os.close(mine)
             raise
+
+    def reserve(self) -> None:
+        """Ask for all pages that are not reserved yet, and seal."""
+        if self.fd >= 0:
+            os.posix_fallocate(self.fd, 0, self.size)
+        self.seal()
 
     def seal(self) -> None:
         """Close the file: those who should have mapped it have."""

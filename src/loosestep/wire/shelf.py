@@ -27,20 +27,20 @@ class Shelf:
             copy = free.pop()
         else:
             self._made += 1
-            copy = Copy(Segment.create(room), self._made)
+            copy = Copy(Segment.create(room), self._made, room)
         copy.fill(pieces)
         return copy
 
     def give(self, copy: Copy) -> None:
         """Take back a copy that nobody reads any more."""
-        self._free[copy.segment.size].append(copy)
+        self._free[copy.room].append(copy)
 
 
 class Copy:
     """A segment of shared memory that holds a copy of something."""
 
-    def __init__(self, segment: Segment, key: int) -> None:
-        self.segment, self.key = segment, key
+    def __init__(self, segment: Segment, key: int, room: int) -> None:
+        self.segment, self.key, self.room = segment, key, room
         self.memory = segment.bytes()
 
     @property

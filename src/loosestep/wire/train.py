@@ -64,7 +64,8 @@ class Train:
         self.traffic = Traffic()
         self._peers, self._board, self._done = peers, board, False
         most = board.layout.train_bytes
-        self._pieces = [piece for buffer in buffers for piece in cut(buffer, most, peers.size)]
+        cuts = (cut(buffer, most, peers.size) for buffer in buffers if buffer.numel())
+        self._pieces = [piece for pieces in cuts for piece in pieces]
         self._count()
 
     def advance(self) -> None:
@@ -74,6 +75,7 @@ class Train:
         """Drive until all buffers hold their mean and nobody needs them any more."""
         if self._done or not self._pieces:
             return
+        self._peers.check()
         loops = library("mean")
         assert loops is not None, "all ranks have said that they have it"
         train = self._describe()

@@ -31,8 +31,10 @@ from loosestep.tensors import Named
 from loosestep.wire.exchange import Task
 from loosestep.wire.links import board_of, largest
 from loosestep.wire.mean import Mean, MeanInFlight
-from loosestep.wire.pieces import InPieces, cut
+from loosestep.wire.nonfinite import all_finite, contributors
+from loosestep.wire.pieces import InPieces, cut, piece_lengths
 from loosestep.wire.reducer import Handle, Reducer
+from loosestep.wire.resident import Resident
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +48,25 @@ class Hosts(enum.Enum):
 
 @dataclass(frozen=True)
 class Ways:
-    """A group seen as hosts: this rank's neighbours, and who is at its place elsewhere."""
+    """A group seen as hosts: the members of this rank's, and who is at its place on each."""
 
-    inside: Peers
-    across: Peers
+    hosts: list[tuple[int, ...]]
+    inside: tuple[int, ...]
+    across: tuple[int, ...]
+    inside_group: dist.ProcessGroup | None
+    across_group: dist.ProcessGroup | None
+
+    def peers(self, whole: Peers) -> tuple[Peers, Peers]:
+        """Return the peers inside the host and between hosts, with what ``whole`` says now."""
+        inside = _among(whole, self.inside, self.inside_group)
+        weights = whole.weights
+        if weights is not None:  # a host counts as its ranks together
+            weights = tuple(sum(weights[member] for member in host) for host in self.hosts)
+        across = _among(whole, self.across, self.across_group)
+        return inside, replace(across, weights=weights)
 
 
-# By group, and by how its hosts are told apart.
+# By group, and by how its hosts are told apart; None: they are not averaged in two levels.
 _ways: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int | None, Ways | None]] = (
     weakref.WeakKeyDictionary()
 )
@@ -77,18 +91,20 @@ class TwoLevel:
         hosts: Hosts | str = Hosts.DIFFER,
         ranks_per_host: int | None = None,
     ) -> None:
-        if ranks_per_host is not None and ranks_per_host < 1:
-            raise ValueError(f"ranks_per_host must be >= 1, got {ranks_per_host}")
+        _check(inner, ranks_per_host)
         self.inner: Reducer = Mean() if inner is None else inner
         self.hosts, self.ranks_per_host = choose(Hosts, hosts), ranks_per_host
         self.lossy = getattr(self.inner, "lossy", False)
         self.on_nonfinite = getattr(self.inner, "on_nonfinite", None)
         self._hosts_of: dict[int, list[tuple[int, ...]]] = {}  # by the size of the group
+        self._most_bytes: dict[int, int] = {}  # that go through a host's memory as one
 
     def bind(self, named: Sequence[Named], peers: Peers) -> None:
         """Make the process groups inside and between hosts; collective."""
-        if peers.size > 1:
-            self._ways_of(peers)
+        ways = None if peers.size == 1 else self._ways_of(peers)
+        bind = getattr(self.inner, "bind", None)
+        if bind is not None and peers.size > 1:
+            bind(named, peers if ways is None else ways.peers(peers)[1])
 
     def start(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Handle:
         """Launch the mean of ``buffer`` over ``peers``; a group's first call is collective."""
@@ -96,21 +112,39 @@ class TwoLevel:
         if ways is None:
             one_host = peers.size == 1 or len(self._hosts_of[peers.size]) == 1
             return (Mean() if one_host else self.inner).start(buffer, peers, slot)
-        inside = replace(ways.inside, phase=peers.phase)
-        across = replace(ways.across, phase=peers.phase, weights=self._across_weights(peers, ways))
+        peers = self._only_finite(buffer, peers, slot)
+        inside, across = ways.peers(peers)
         if inside.size == 1:
             return self.inner.start(buffer, across, slot)
 
-        def launch(piece: torch.Tensor, name: str = slot) -> Handle:
+        def launch(named: tuple[str, torch.Tensor]) -> Handle:
+            name, piece = named
             task = Task(piece, inside)
             return _ByHost(task, self.hosts, lambda mine: self.inner.start(mine, across, name))
 
         most = largest(inside, buffer)
         if buffer.nbytes <= most:
-            return launch(buffer)
+            return launch((slot, buffer))
         numbered = enumerate(cut(buffer, most, inside.size * across.size))
-        pieces = iter([(f"{slot}, part {index}", piece) for index, piece in numbered])
-        return InPieces(pieces, lambda named: launch(named[1], named[0]))
+        return InPieces(((f"{slot}, part {i}", piece) for i, piece in numbered), launch)
+
+    def _only_finite(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Peers:
+        """Ask all ranks whether what they send can be compressed, unless they have been asked.
+
+        A host's mean would spread one rank's NaN, and only some of the ranks would see it.
+        """
+        if self.on_nonfinite is None or peers.checked:
+            return peers
+        mine = all_finite(buffer)
+        said = [bool(flag[0]) for flag in peers.exchange_fixed(bytes([mine]))]
+        bad = [member for member, finite in enumerate(said) if not finite]
+        allowed = contributors(peers, bad, self.on_nonfinite, slot)
+        if not bad:
+            return peers
+        if not mine:
+            buffer.zero_()  # it has no say, and gets the others' mean
+        weights = peers.weights or (1.0,) * peers.size
+        return replace(peers, weights=tuple(w * (m in allowed) for m, w in enumerate(weights)))
 
     def takes_many(self, peers: Peers, dtype: torch.dtype, device: torch.device) -> bool:
         """Say whether ``start_many`` can be used: where there is one host only."""
@@ -123,6 +157,12 @@ class TwoLevel:
         """Launch the mean of several buffers of one dtype."""
         return Mean().start_many(buffers, peers)
 
+    def describe_kept(self) -> str:
+        """Return what ``inner`` keeps, to be compared across ranks."""
+        describe = getattr(self.inner, "describe_kept", None)
+        # By pieces of this rank's own slice: ranks of a host keep other sizes than each other.
+        return "" if describe is None else str(bool(describe()))
+
     def bytes_on_wire(
         self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
     ) -> int:
@@ -133,8 +173,13 @@ class TwoLevel:
             return Mean().bytes_on_wire(numel, dtype, group_size, group_rank)
         if len({len(members) for members in hosts}) > 1:
             return self.inner.bytes_on_wire(numel, dtype, group_size, group_rank)
-        start, stop = slices(numel, len(mine))[mine.index(group_rank)]
-        return self.inner.bytes_on_wire(stop - start, dtype, len(hosts), hosts.index(mine))
+        most = self._most_bytes.get(group_size, numel * dtype.itemsize)
+        lengths = piece_lengths(numel, dtype.itemsize, most, group_size)
+        place, at = mine.index(group_rank), hosts.index(mine)
+        cuts = [slices(length, len(mine))[place] for length in lengths]
+        return sum(
+            self.inner.bytes_on_wire(stop - start, dtype, len(hosts), at) for start, stop in cuts
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of ``inner``."""
@@ -167,7 +212,11 @@ class TwoLevel:
         made = _ways.setdefault(group, {})
         if size not in made:
             made[size] = self._make_ways(peers, self._hosts_of[peers.size])
-        return made[size]
+        ways = made[size]
+        if ways is not None and len(ways.inside) > 1 and peers.size not in self._most_bytes:
+            nothing = torch.empty(0)
+            self._most_bytes[peers.size] = largest(ways.peers(peers)[0], nothing) or 1 << 62
+        return ways
 
     def _make_ways(self, peers: Peers, hosts: list[tuple[int, ...]]) -> Ways | None:
         if len(hosts) == 1:
@@ -179,16 +228,11 @@ class TwoLevel:
                 [len(members) for members in hosts],
             )
             return None
-        mine = next(members for members in hosts if peers.group_rank in members)
-        place = mine.index(peers.group_rank)
-        return Ways(_among(peers, mine), _among(peers, tuple(host[place] for host in hosts)))
-
-    def _across_weights(self, peers: Peers, ways: Ways) -> tuple[float, ...] | None:
-        """Return what every host counts: the weights of its ranks together."""
-        if peers.weights is None:
-            return None
-        weights, hosts = peers.weights, self._hosts_of[peers.size]
-        return tuple(sum(weights[member] for member in host) for host in hosts)
+        inside = next(members for members in hosts if peers.group_rank in members)
+        place = inside.index(peers.group_rank)
+        across = tuple(host[place] for host in hosts)
+        groups = [_own_group(peers, members) for members in (inside, across)]
+        return Ways(hosts, inside, across, *groups)
 
 
 class _ByHost(MeanInFlight):
@@ -231,10 +275,30 @@ def _blocks(group_size: int, size: int) -> list[tuple[int, ...]]:
     return [tuple(range(i, i + size)) for i in range(0, group_size, size)]
 
 
-def _among(peers: Peers, members: tuple[int, ...]) -> Peers:
-    """Return the peers among some members, on a process group of their own."""
+def _own_group(peers: Peers, members: tuple[int, ...]) -> dist.ProcessGroup | None:
     ranks = tuple(peers.global_ranks[member] for member in members)
-    weights = None if peers.weights is None else tuple(peers.weights[m] for m in members)
-    group = None if len(ranks) == 1 else own_subgroup(peers.process_group, ranks, peers.timeout)
-    place = members.index(peers.group_rank)
-    return Peers(group, ranks, place, peers.level, weights, peers.timeout)
+    return own_subgroup(peers.process_group, ranks, peers.timeout)
+
+
+def _among(whole: Peers, members: tuple[int, ...], group: dist.ProcessGroup | None) -> Peers:
+    """Return the peers among some members."""
+    weights = whole.weights
+    return replace(
+        whole,
+        process_group=group,
+        global_ranks=tuple(whole.global_ranks[member] for member in members),
+        group_rank=members.index(whole.group_rank),
+        weights=None if weights is None else tuple(weights[member] for member in members),
+    )
+
+
+def _check(inner: object, ranks_per_host: object) -> None:
+    if isinstance(inner, type) or not isinstance(inner, Reducer | None):
+        raise TypeError(f"inner must be a reducer such as Int4(), got {inner!r}")
+    if isinstance(inner, Resident):
+        raise ValueError(
+            "Resident() shares memory inside a host, and inner works between hosts; use "
+            "TwoLevel() or Resident() alone"
+        )
+    if not isinstance(ranks_per_host, int | None) or (ranks_per_host or 1) < 1:
+        raise ValueError(f"ranks_per_host must be a whole number >= 1, got {ranks_per_host!r}")
