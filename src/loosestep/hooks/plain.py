@@ -17,6 +17,7 @@ import torch
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from loosestep.errors import NotFinite
 from loosestep.hooks.gradients import GradientSharing
 
 
@@ -133,6 +134,7 @@ class PlainAdapter:
         self._level: str | None = None  # that this backward shares on
         self._num_launched = 0
         self._landing: deque[Callable[[], None]] = deque()
+        self._not_finite: NotFinite | None = None  # the first of this backward
         self._enabled = True
 
     @contextmanager
@@ -205,18 +207,28 @@ class PlainAdapter:
         for bucket in self._buckets[self._num_launched :]:
             self._launch(bucket)
         while self._landing:
-            self._landing.popleft()()
+            self._land()
         for bucket in self._buckets:
             bucket.missing = set(bucket.parameters)
         self._num_launched, self._level = 0, None
+        error, self._not_finite = self._not_finite, None
+        if error is not None:
+            raise error
 
     def _launch(self, bucket: Bucket) -> None:
         assert self._level is not None
         most = self._carrier.most_under_way
         while most is not None and len(self._landing) >= most:
-            self._landing.popleft()()
+            self._land()
         self._landing.append(self._carrier.launch(bucket, self._level))
         self._num_launched += 1
+
+    def _land(self) -> None:
+        """Take in the oldest bucket; the others come too if its values were not finite."""
+        try:
+            self._landing.popleft()()
+        except NotFinite as error:  # on all ranks, so they can all skip the step and go on
+            self._not_finite = self._not_finite or error
 
 
 def _divide(

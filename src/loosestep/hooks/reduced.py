@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch._C._distributed_c10d import GradBucket
 
+from loosestep.errors import NotFinite
 from loosestep.hooks.compressed import GradientHook
 from loosestep.hooks.gradients import GradientSharing, finished, mean_future
 from loosestep.hooks.plain import Bucket, ToAll
@@ -19,7 +20,13 @@ class ReducedBuckets:
     def __init__(self, sharing: GradientSharing, reducer: Reducer) -> None:
         self._sharing = sharing
         levels = sorted(sharing.schedule.gradient_levels())
-        self._hooks = {level: GradientHook(reducer, sharing.peers(level)) for level in levels}
+        self._hooks: dict[str, GradientHook] = {}
+        try:
+            for level in levels:
+                self._hooks[level] = GradientHook(reducer, sharing.peers(level))
+        except BaseException:
+            self.close()  # those of the levels before
+            raise
         self._counted = Counted([hook.traffic for hook in self._hooks.values()])
         sharing.step_traffic = self._counted.since
 
@@ -66,11 +73,16 @@ class ByReducer(ToAll):
         phase = Phase("sharing gradients", slot, self._sharing.clock.step)
         gradients, used = buffer[: -bucket.num_flags], buffer[-bucket.num_flags :]
         self._sharing.count(Traffic())
-        future = self._reductions.share(gradients, peers.during(phase), slot)
+        shared = self._reductions.share(gradients, peers.during(phase), slot)
         flags = mean_future(used, peers.process_group) if peers.size > 1 else finished(used)
 
         def land() -> None:
-            self._wait(future)
+            try:
+                shared.wait()
+            except NotFinite:
+                self._sharing.wait(flags, peers)  # else they come while the next ones are packed
+                raise
+            self._sharing.arrived()
             self._sharing.wait(flags, peers)
             bucket.unpack(buffer)
 
@@ -79,16 +91,6 @@ class ByReducer(ToAll):
     def close(self) -> None:
         """End the thread."""
         self._reductions.close()
-
-    def _wait(self, future: torch.futures.Future[torch.Tensor]) -> None:
-        failed = False
-        try:
-            future.wait()
-        except RuntimeError:
-            failed = True  # with its text only; the reductions have the error itself
-        if failed and self._reductions.failure is not None:
-            raise self._reductions.failure
-        self._sharing.arrived()
 
 
 class Counted:

@@ -1,8 +1,10 @@
 """Reductions on a thread of their own, in the order in which they were asked for.
 
 A reducer has to be waited for, and nothing may wait inside a backward or in a communication
-callback. So one thread does the waiting, and what is handed out is a future.
+callback. So one thread does the waiting, and what is handed out can be waited for.
 """
+
+from __future__ import annotations
 
 import queue
 import threading
@@ -12,7 +14,6 @@ from dataclasses import replace
 
 import torch
 
-from loosestep.errors import NotFinite
 from loosestep.groups import free_group, own_group
 from loosestep.peers import Peers, Phase
 from loosestep.wire import Reducer, Traffic
@@ -23,38 +24,25 @@ Job = Callable[[], None]
 class Reductions:
     """Shares buffers by a reducer, one after another, on process groups of its own.
 
-    The order of calls must be the same on all ranks. A buffer must be left alone until its future
-    is done, and holds the mean then.
+    The order of calls must be the same on all ranks. A buffer must be left alone until it was
+    waited for, and holds the mean then.
     """
 
     def __init__(self, reducer: Reducer) -> None:
+        check_reducer(reducer)
         self.reducer = reducer
         self.traffic = Traffic()  # of all that is done
-        self.failure: Exception | None = None  # with its type: a future has its text only
         self._groups: dict[Peers, Peers] = {}
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._jobs,), daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, self._jobs.put, None)
 
-    def share(
-        self, buffer: torch.Tensor, peers: Peers, slot: str
-    ) -> torch.futures.Future[torch.Tensor]:
+    def share(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Shared:
         """Launch the mean of ``buffer`` in place; the first call with some peers is collective."""
-        done, own = future_of(buffer), self.own_peers(peers)
-        errors: list[Exception | None] = []
-
-        def job() -> None:
-            errors.append(self.reduce(buffer, own, slot))
-            done.set_result(buffer)
-
-        def result(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            if errors[0] is not None:
-                raise errors[0]  # in a callback: DDP takes an exception that is set for a value
-            return done.value()
-
-        self.submit(job)
-        return done.then(result)
+        shared, own = Shared(buffer), self.own_peers(peers)
+        self.submit(lambda: shared.landed(self.reduce(buffer, own, slot)))
+        return shared
 
     def own_peers(self, peers: Peers) -> Peers:
         """Return the same peers on a group that nobody else uses, made at the first call."""
@@ -81,8 +69,6 @@ class Reductions:
             handle.wait()
             self.traffic.add(handle.traffic)
         except Exception as error:  # whatever it is, it belongs to whoever waits
-            if self.failure is None or isinstance(self.failure, NotFinite):
-                self.failure = error  # after values that were not finite, life goes on
             return error
         return None
 
@@ -96,7 +82,35 @@ class Reductions:
         self._groups.clear()
 
 
-def _work(jobs: "queue.SimpleQueue[Job | None]") -> None:
+class Shared:
+    """A buffer that is being shared."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer, self._done = buffer, future_of(buffer)
+        self._error: Exception | None = None
+
+    def landed(self, error: Exception | None) -> None:
+        """Note that it is through, or what went wrong."""
+        self._error = error
+        self._done.set_result(self._buffer)
+
+    def wait(self) -> torch.Tensor:
+        """Return the buffer with the mean, or raise what went wrong with this very buffer."""
+        buffer = self._done.wait()
+        if self._error is not None:
+            raise self._error  # with its type, of which a future would leave the text only
+        return buffer
+
+
+def check_reducer(reducer: object) -> None:
+    """Raise where this is no reducer, before a thread or a process group is made for it."""
+    if not isinstance(reducer, Reducer) or isinstance(reducer, type):
+        raise TypeError(
+            f"reducer must be one such as Int8() or ErrorFeedback(Int4()), got {reducer!r}"
+        )
+
+
+def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
     """Run jobs until there is None; knows the queue only, so that its owner can be freed."""
     while (job := jobs.get()) is not None:
         job()
