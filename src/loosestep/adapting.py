@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from loosestep.errors import NotAttachable
 from loosestep.hooks.adapters import Adapter, Together
-from loosestep.hooks.ddp import DDPAdapter, WholeBuckets
+from loosestep.hooks.ddp import DDPAdapter, WholeBuckets, free_dispatcher
 from loosestep.hooks.fsdp import FSDPAdapter, mesh_ranks
 from loosestep.hooks.gradients import GradientSharing
 from loosestep.hooks.plain import PlainAdapter
@@ -37,6 +37,8 @@ def make_adapter(
     strategy: Strategy,
 ) -> Adapter:
     """Connect a model's gradients."""
+    if isinstance(model, DistributedDataParallel):
+        free_dispatcher(model)  # first: where the model is refused, nothing has been made for it
     if isinstance(replica, ShardedReplica):
         return _sharded(model, sharing, replica, strategy)
     reducer = strategy.gradient_reducer

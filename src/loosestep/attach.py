@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ def attach(
     """
     require_process_group()
     _check_arguments(model, optimizer, strategy)
+    _check_scaler(scaler, strategy)
     return Attached(model, optimizer, strategy, scaler, telemetry or Telemetry(), timeout)
 
 
@@ -83,56 +84,62 @@ class Attached:
     ) -> None:
         self.model, self.optimizer, self.strategy = unwrap_compiled(model), optimizer, strategy
         self.clock, self.telemetry = Clock(), telemetry
-        self.topology = _own_topology(strategy.topology, self.model, timeout)
-        _check_levels(strategy, self.topology)
         self._idle = False  # whether this step only creates optimizer state
+        with ExitStack() as undo:
+            self._settle(undo, scaler, timeout)
+            self._hook(undo, scaler)
+            self._undo = undo.pop_all()
+
+    def _settle(
+        self, undo: ExitStack, scaler: torch.amp.GradScaler | None, timeout: float | None
+    ) -> None:
+        """Compare what the ranks have, start from one point, and connect gradients."""
+        strategy = self.strategy
+        self.topology = _own_topology(strategy.topology, self.model, timeout)
+        undo.callback(self.topology.close)
+        _check_levels(strategy, self.topology)
         self._sharing = GradientSharing(
-            self.clock, strategy.schedule, self.topology.peers, telemetry
+            self.clock, strategy.schedule, self.topology.peers, self.telemetry
         )
         # Gradients travel while an average is under way: then it needs process groups of its own.
         self._air = _twin(self.topology) if strategy.overlap_steps else self.topology
-        try:
-            self._settle(scaler)
-        except BaseException:
-            self._close_groups()
-            raise
-        self._hook(scaler)
-
-    def _settle(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Compare what the ranks have, start from one point, and connect gradients."""
-        strategy, replica = self.strategy, self._make_replica(scaler)
+        undo.callback(self._air.close)
+        replica = self._make_replica(scaler)
+        undo.callback(replica.close)
         replica.settle()  # first: ranks whose strategies differ need not make the same groups
         for level in self.topology.levels:  # now, and not in the middle of a backward
             self.topology.peers(level)
         self._syncs = Syncs(
             replica, strategy.schedule, self.clock, self.telemetry, strategy.overlap_steps
         )
+        undo.callback(self._syncs.close)
         self._adapter = make_adapter(self.model, self._sharing, replica, self.topology, strategy)
+        undo.callback(self._adapter.close)
 
-    def _hook(self, scaler: torch.amp.GradScaler | None) -> None:
+    def _hook(self, undo: ExitStack, scaler: torch.amp.GradScaler | None) -> None:
         """Begin to act on the optimizer's steps."""
-        self._step_hooks = [
-            self.optimizer.register_step_pre_hook(self._before_step),
-            self.optimizer.register_step_post_hook(self._after_step),
-        ]
+        undo.callback(self.optimizer.register_step_pre_hook(self._before_step).remove)
+        undo.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
         self._scaler: ScalerWatch | None = None
-        self._link: ScalerLink | None = None
         if scaler is not None:
-            self._let_unscale_shards(scaler)
+            self._let_unscale_shards(undo, scaler)
             self._scaler = ScalerWatch(
                 scaler, self.optimizer, self._gradient_peers, self._step_done
             )
+            undo.callback(self._scaler.close)
         _attached.add(self.optimizer)
+        undo.callback(_attached.discard, self.optimizer)
         self._follow_gradients()
 
-    def _let_unscale_shards(self, scaler: torch.amp.GradScaler) -> None:
+    def _let_unscale_shards(self, undo: ExitStack, scaler: torch.amp.GradScaler) -> None:
         """Let a scaler reach the gradients of a sharded optimizer, unless it can already."""
         zero = self.optimizer
         if not isinstance(zero, ZeroRedundancyOptimizer) or not scaler.is_enabled():
             return
         if zero.options.scaler is None:
-            self._link = ScalerLink(scaler, zero, lambda: zero.wire.parameter_peers)
-            self._link.take_over(lambda: zero.gradients.held())
+            link = ScalerLink(scaler, zero, lambda: zero.wire.parameter_peers)
+            undo.callback(link.close)
+            link.take_over(lambda: zero.gradients.held())
 
     # What users call.
 
@@ -196,22 +203,7 @@ class Attached:
 
     def detach(self) -> None:
         """Take every hook away and free the process groups; safe to call twice."""
-        if not self._step_hooks:
-            return
-        while self._step_hooks:
-            self._step_hooks.pop().remove()
-        _attached.discard(self.optimizer)
-        self._adapter.close()
-        if self._scaler is not None:
-            self._scaler.close()
-        if self._link is not None:
-            self._link.close()
-        self._syncs.close()
-        self._close_groups()
-
-    def _close_groups(self) -> None:
-        self._air.close()
-        self.topology.close()
+        self._undo.close()
 
     def __enter__(self) -> Attached:
         """Return itself."""
@@ -296,6 +288,18 @@ def _check_arguments(model: object, optimizer: object, strategy: object) -> None
         )
     if optimizer in _attached:
         raise NotAttachable("this optimizer is attached already; detach() it first")
+
+
+def _check_scaler(scaler: torch.amp.GradScaler | None, strategy: Strategy) -> None:
+    reducer = strategy.gradient_reducer
+    if scaler is None or not scaler.is_enabled():
+        return
+    if getattr(reducer, "on_nonfinite", None) is not None:
+        raise NotAttachable(
+            f"a GradScaler lowers its scale when it finds infinite gradients, but {reducer} "
+            "does not let any through; use gradient_reducer=Cast(torch.bfloat16) or none, or no "
+            "scaler"
+        )
 
 
 def _check_levels(strategy: Strategy, topology: Topology) -> None:

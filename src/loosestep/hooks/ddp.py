@@ -69,9 +69,7 @@ class DDPAdapter:
 
     def __init__(self, module: DistributedDataParallel, sharing: BucketSharing) -> None:
         self._module, self._sharing = module, sharing
-        self._dispatcher = _dispatcher(module)
-        if self._dispatcher.sharing is not None:
-            raise NotAttachable("this DDP module is attached already; detach() it first")
+        self._dispatcher = free_dispatcher(module)
         self._dispatcher.sharing = sharing
         self._broadcasts = module.forward_sync_buffers
 
@@ -91,6 +89,14 @@ class DDPAdapter:
         self._sharing.close()
         self._dispatcher.sharing = None
         self._module.forward_sync_buffers = self._broadcasts
+
+
+def free_dispatcher(module: DistributedDataParallel) -> Dispatcher:
+    """Return a module's dispatcher; raise where the module is taken."""
+    dispatcher = _dispatcher(module)
+    if dispatcher.sharing is not None:
+        raise NotAttachable("this DDP module is attached already; detach() it first")
+    return dispatcher
 
 
 def _dispatcher(module: DistributedDataParallel) -> Dispatcher:
