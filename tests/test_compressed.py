@@ -11,6 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from loosestep import (
     Cast,
@@ -160,6 +162,34 @@ def all_sizes(name: str, members: tuple[int, ...] | None = None) -> list[str]:
 def test_the_oracles_bits(pool: RankPool, name: str, world: int) -> None:
     """All ranks hold the oracle's mean to the bit, having sent the bytes that were announced."""
     assert pool.run(world, all_sizes, name) == [[]] * world
+
+
+def one_size(name: str, numel: int, dtype: torch.dtype, call: int) -> torch.Tensor:
+    mine = values(dist.get_rank(), numel, dtype, call)
+    reduced(REDUCERS[name](), mine, peers_of(world_group()))
+    return mine
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+@settings(
+    max_examples=10,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the pool is the session's
+)
+@given(
+    world=st.integers(1, 4),
+    numel=st.integers(0, 3000),
+    dtype=st.sampled_from(DTYPES),
+    call=st.integers(0, 1000),
+)
+def test_the_oracles_bits_of_any_size(
+    pool: RankPool, name: str, world: int, numel: int, dtype: torch.dtype, call: int
+) -> None:
+    """So they do for sizes that nobody has thought of."""
+    expected = oracle([values(r, numel, dtype, call) for r in range(world)], name)
+    for result in pool.run(world, one_size, name, numel, dtype, call):
+        assert result.dtype == dtype
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("members", [(2, 3), (1, 2, 3)])
