@@ -152,7 +152,7 @@ class Averager:
     def _lines(self) -> tuple[str, ...]:
         """Return what must be equal on all ranks besides the tensors."""
         describe = getattr(self.reducer, "describe_kept", None)
-        kept = "" if describe is None else describe()
+        kept = "" if describe is None else describe(self.peers.level)
         return (*self._agreements, f"a reducer that keeps {kept}") if kept else self._agreements
 
     def _bind(self, named: Sequence[Named]) -> bool:

@@ -52,9 +52,10 @@ class ErrorFeedback:
         mean = Residual(self._mean, key, last - first)
         return self._engine.launch(buffer, peers, slot, Memories(sent, mean))
 
-    def describe_kept(self) -> str:
-        """Return how much is kept of what, to be compared across ranks; empty for nothing."""
-        sizes = sorted((key, kept.numel()) for key, kept in self._sent.items())
+    def describe_kept(self, level: str) -> str:
+        """Return how much is kept of what on a level, to be compared across its ranks, or ''."""
+        kept = [(key, values.numel()) for key, values in self._sent.items()]
+        sizes = sorted(item for item in kept if item[0].startswith(f"{level}/"))
         return hashlib.blake2b(repr(sizes).encode(), digest_size=8).hexdigest() if sizes else ""
 
     def bytes_on_wire(

@@ -157,11 +157,11 @@ class TwoLevel:
         """Launch the mean of several buffers of one dtype."""
         return Mean().start_many(buffers, peers)
 
-    def describe_kept(self) -> str:
-        """Return what ``inner`` keeps, to be compared across ranks."""
+    def describe_kept(self, level: str) -> str:
+        """Return whether ``inner`` keeps something on a level, to be compared across its ranks."""
         describe = getattr(self.inner, "describe_kept", None)
         # By pieces of this rank's own slice: ranks of a host keep other sizes than each other.
-        return "" if describe is None else str(bool(describe()))
+        return "" if describe is None or not describe(level) else "something"
 
     def bytes_on_wire(
         self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
