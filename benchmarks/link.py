@@ -45,8 +45,7 @@ def run(rounds: int) -> list[Row]:
         seconds = between_hosts(rate, "averages", min(rounds, 5))
         result += rows(rate, seconds, ["in-tree", "bare all_reduce"])
         hidden = between_hosts(rate, "overlap", min(rounds, 5))
-        blocking = statistics.median(seconds["int4"])
-        result += _hidden_rows(rate, hidden, blocking)
+        result += _hidden_rows(rate, hidden, seconds)
     return result
 
 
@@ -129,14 +128,19 @@ def _step(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return time.perf_counter() - began
 
 
-def _hidden_rows(rate: str, hidden: dict[str, list[float]], blocking: float) -> list[Row]:
+def _hidden_rows(
+    rate: str, hidden: dict[str, list[float]], seconds: dict[str, list[float]]
+) -> list[Row]:
     alone, during, blocked = (
         hidden[name] for name in ("step, alone", "step, overlapped", "blocked")
     )
-    share = 100 * statistics.median(blocked) / blocking
     slower = 100 * (statistics.median(during) / statistics.median(alone) - 1)
+    shares = {
+        f"blocked : {name}": 100 * statistics.median(blocked) / statistics.median(seconds[name])
+        for name in ("in-tree", "exact, two levels", "int4")
+    }
     return [
         *rows(f"{rate}, int4 + overlap", hidden, []),
-        Row(rate, "blocked : int4", share, (share, share), {}, "%"),
+        *(Row(rate, name, share, (share, share), {}, "%") for name, share in shares.items()),
         Row(rate, "steps slower by", slower, (slower, slower), {}, "%"),
     ]

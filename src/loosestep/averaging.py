@@ -245,7 +245,8 @@ class Averager:
             if not is_lossy(self.reducer):
                 jobs += jobs_of(windows(group, size), peers, key)
                 continue
-            jobs += jobs_of(windows(_compressed(group), size), peers, key)
+            # Differences are copies in any case, so large pieces may share a window too.
+            jobs += jobs_of(windows(_compressed(group), size, size), peers, key)
             jobs += jobs_of(windows(_exact(group), size), peers, key, exact=True)
         return jobs
 

@@ -91,11 +91,13 @@ def _size_class(size: int) -> int:
 
 
 def windows(
-    tensors: Sequence[tuple[str, torch.Tensor]], window_bytes: int = WINDOW_BYTES
+    tensors: Sequence[tuple[str, torch.Tensor]],
+    window_bytes: int = WINDOW_BYTES,
+    own_window_bytes: int = OWN_WINDOW_BYTES,
 ) -> list[Window]:
     """Cut named tensors into windows of at most ``window_bytes`` (at least one element each).
 
-    Large pieces get a window of their own, small ones share.
+    Pieces of ``own_window_bytes`` get a window of their own, smaller ones share.
 
     >>> cut = windows([("w", torch.zeros(3, 4)), ("b", torch.zeros(2))], window_bytes=32)
     >>> [(window.name, window.numel) for window in cut]
@@ -107,7 +109,7 @@ def windows(
     for piece in _pieces(tensors, window_bytes):
         kind = (piece.view.dtype, piece.view.device)
         size = piece.view.nbytes
-        if size >= min(OWN_WINDOW_BYTES, window_bytes):
+        if size >= min(own_window_bytes, window_bytes):
             finished.append(Window((piece,)))
             continue
         waiting = open_pieces.setdefault(kind, [])

@@ -25,8 +25,9 @@ from loosestep.wire.segments import Segment
 from loosestep.wire.shelf import Shelf
 
 WINDOWS = 3  # of every rank: one is filled, one is summed, one is emptied; as many for trains
-WINDOW_BYTES = 2 << 20  # larger: fewer waits; smaller: less memory, and it stays in the cache
-ARENA_BYTES = 30 << 20  # for the windows of all ranks of a host together, in one group
+WINDOW_BYTES = 4 << 20  # larger: fewer waits; smaller: less memory, and it stays in the cache
+ARENA_BYTES = 24 << 20  # for all ranks' windows of one use on a host, in one group
+SINGLE, TRAINS = "single buffers", "trains"  # the uses of windows
 SLOTS = 128  # buffers and tensors that may be under way at once
 
 # The columns of a slot: where it lies, and the number of the last one that is so far.
@@ -124,23 +125,29 @@ class Board:
         self.shared: list[Home] = []  # where resident parameters of mine live
         self.rows: list[ctypes.Array[ctypes.c_int64]] = []
         self._arena: torch.Tensor | None = None
+        self._reserved: set[str] = set()
         if segment is not None:
             self.rows = rows_of(segment, group_size)
             self._arena = arena_of(segment, group_size)
 
-    @property
-    def arena(self) -> torch.Tensor:
-        """The windows; their memory is taken when they are first used, which not all groups do."""
+    def arena_for(self, use: str) -> torch.Tensor:
+        """Return the room for windows; that of a use is taken when it first comes, if ever."""
         assert self._arena is not None, "there are neighbours"
-        if self.segment is not None and self.segment.fd >= 0:
-            try:
-                self.segment.reserve()
-            except OSError as error:
-                raise RuntimeError(
-                    f"there is no memory for {self.layout.arena_bytes} bytes of windows: {error}; "
-                    "free some, or set LOOSESTEP_SHARED_MEMORY=0 on all ranks"
-                ) from error
+        if use not in self._reserved:
+            self._reserve(self.layout.trains_start if use == TRAINS else 0)
+            self._reserved.add(use)
         return self._arena
+
+    def _reserve(self, start: int) -> None:
+        assert self.segment is not None, "there are neighbours"
+        half = WINDOWS * self.layout.window_bytes
+        try:
+            self.segment.reserve(self.segment.size - self.layout.arena_bytes + start, half)
+        except OSError as error:
+            raise RuntimeError(
+                f"there is no memory for {half} bytes of windows: {error}; free some, or set "
+                "LOOSESTEP_SHARED_MEMORY=0 on all ranks"
+            ) from error
 
     @property
     def members(self) -> list[int]:
@@ -283,26 +290,24 @@ def _comes_soon(row: ctypes.Array[ctypes.c_int64], column: int, value: int) -> b
 
 @dataclass(frozen=True)
 class Layout:
-    """How large the windows of a board are: those for single buffers, and those for trains."""
+    """How large the windows of a board are; there are some for single buffers, some for trains."""
 
     window_bytes: int
-    train_bytes: int  # 0: no trains
 
     @classmethod
-    def of(cls, ranks_of_a_host: int, *, trains: bool) -> Layout:
+    def of(cls, ranks_of_a_host: int) -> Layout:
         """Return how large they may be where so many ranks share a host's memory.
 
-        >>> Layout.of(2, trains=True)
-        Layout(window_bytes=524288, train_bytes=2097152)
+        >>> Layout.of(2), Layout.of(8)
+        (Layout(window_bytes=4194304), Layout(window_bytes=1048576))
         """
         share = ARENA_BYTES // (WINDOWS * ranks_of_a_host)
-        large = max(64 << 10, min(WINDOW_BYTES, (share * 4 // 5 if trains else share) >> 16 << 16))
-        return cls(large // 4, large) if trains else cls(large, 0)
+        return cls(max(64 << 10, min(WINDOW_BYTES, share >> 16 << 16)))
 
     @property
     def arena_bytes(self) -> int:
-        """The room for all windows."""
-        return WINDOWS * (self.window_bytes + self.train_bytes)
+        """The room for all windows, if all are used."""
+        return 2 * self.trains_start
 
     @property
     def trains_start(self) -> int:

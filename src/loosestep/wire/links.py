@@ -69,7 +69,7 @@ def reach(peers: Peers, device: torch.device) -> tuple[Board | None, list[int]]:
 def use_network(group: dist.ProcessGroup) -> None:
     """Send everything by the network; all members must say so before the group's first use."""
     size = dist.get_world_size(group)
-    _boards[group] = Board(None, size, Layout(WINDOW_BYTES, 0))
+    _boards[group] = Board(None, size, Layout(WINDOW_BYTES))
     _boards[group].hosts = [(member,) for member in range(size)]
 
 
@@ -121,7 +121,7 @@ def _meet(peers: Peers) -> Board:
     said = [json.loads(p) for p in peers.exchange(json.dumps([host_key(), _has_loops()]).encode())]
     hosts, fused = [host for host, _ in said], all(loops for _, loops in said)
     by_host = [[m for m, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
-    layout = Layout.of(max(map(len, by_host)), trains=fused)
+    layout = Layout.of(max(map(len, by_host)))
     alone = hosts.count(host_key()) == 1
     segment, card = (None, _nothing(ALONE)) if alone else _introduce(peers.size, layout)
     cards = [_Card(**json.loads(p)) for p in peers.exchange(json.dumps(asdict(card)).encode())]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from loosestep.wire.board import DETAIL, OFFERED, PLACE, REDUCED, TAKEN, Board, Slot
+from loosestep.wire.board import DETAIL, OFFERED, PLACE, REDUCED, SINGLE, TAKEN, Board, Slot
 from loosestep.wire.exchange import Task
 from loosestep.wire.shelf import Copy, copy_of
 
@@ -91,7 +91,9 @@ class MemoryExchange:
             self._mine = self._part(self._copy.memory, 0)
             return self._copy.key, self._copy.detail
         self._board.windows[index] = self._slot.use
-        self._mine = self._part(self._board.arena, index * self._board.layout.window_bytes)
+        self._mine = self._part(
+            self._board.arena_for(SINGLE), index * self._board.layout.window_bytes
+        )
         self._mine[: self._first].copy_(self._task.buffer[: self._first])
         self._mine[self._last :].copy_(self._task.buffer[self._last :])
         return -1 - index, 0

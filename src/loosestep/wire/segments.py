@@ -56,11 +56,9 @@ class Segment:
             os.close(mine)
             raise
 
-    def reserve(self) -> None:
-        """Ask for all pages that are not reserved yet, and seal."""
-        if self.fd >= 0:
-            os.posix_fallocate(self.fd, 0, self.size)
-        self.seal()
+    def reserve(self, start: int, length: int) -> None:
+        """Ask for the pages of a part."""
+        os.posix_fallocate(self.fd, start, length)
 
     def seal(self) -> None:
         """Close the file: those who should have mapped it have."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from loosestep.peers import Peers
-from loosestep.wire.board import PROBE_SECONDS, SLEEPS, SLOTS, WINDOWS, Board, Neighbour
+from loosestep.wire.board import PROBE_SECONDS, SLEEPS, SLOTS, TRAINS, WINDOWS, Board, Neighbour
 from loosestep.wire.fused import library
 from loosestep.wire.memory import place_of
 from loosestep.wire.pieces import cut
@@ -63,7 +63,7 @@ class Train:
     def __init__(self, buffers: Sequence[torch.Tensor], peers: Peers, board: Board) -> None:
         self.traffic = Traffic()
         self._peers, self._board, self._done = peers, board, False
-        most = board.layout.train_bytes
+        most = board.layout.window_bytes
         cuts = (cut(buffer, most, peers.size) for buffer in buffers if buffer.numel())
         self._pieces = [piece for pieces in cuts for piece in pieces]
         self._count()
@@ -133,8 +133,8 @@ class Train:
             num_neighbours=len(neighbours),
             group_rank=peers.group_rank,
             group_size=peers.size,
-            arena=board.arena.data_ptr() + board.layout.trains_start,
-            window_bytes=board.layout.train_bytes,
+            arena=board.arena_for(TRAINS).data_ptr() + board.layout.trains_start,
+            window_bytes=board.layout.window_bytes,
             slots=SLOTS,
             sleeps=SLEEPS,
             buffers=buffers,
