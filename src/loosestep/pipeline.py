@@ -22,6 +22,7 @@ from loosestep.tensors import Named
 from loosestep.wire import Handle, Mean, Native, Reducer, Traffic, links
 
 BUDGET_BYTES = 12 << 20  # what they may take together, in each direction; one is always allowed
+BATCH_BYTES = 4 << 20  # what windows that go together may take; a batch before may be on its way
 COUNTER_WINDOW_BYTES = 512 << 10  # counters are widened to 8 bytes on the way
 
 
@@ -129,19 +130,22 @@ class Direct:
 
     def batch(self, jobs: deque[Job]) -> list[Job]:
         """Take one, or as many as the reducer takes at a time and memory allows."""
-        taken = [jobs.popleft()]
-        takes_many = getattr(self.reducer, "takes_many", None)
-        first = taken[0]
-        window, peers = first.window, first.peers
-        if takes_many is None or not takes_many(peers, window.dtype, window.device):
+        first = jobs.popleft()
+        taken = [first]
+        if not self._takes_many(first):
             return taken
         staged = _bytes_staged(first)
         while jobs and _alike(first, jobs[0]) and not jobs[0].silent:
             staged += _bytes_staged(jobs[0])
-            if staged > BUDGET_BYTES:
+            if staged > BATCH_BYTES:
                 break
             taken.append(jobs.popleft())
         return taken
+
+    def _takes_many(self, job: Job) -> bool:
+        takes_many = getattr(self.reducer, "takes_many", None)
+        window = job.window
+        return takes_many is not None and takes_many(job.peers, window.dtype, window.device)
 
     def send_together(self, jobs: Sequence[Job], phase: Phase) -> SentTogether:
         """Launch them by one call."""
@@ -156,8 +160,11 @@ class Direct:
         """Launch the mean of the values."""
         staged = job.silent or not job.window.in_place
         buffer = stage(job) if staged else job.window.pieces[0].view.view(-1)
-        reducer = Mean() if job.exact else self.reducer
-        handle = reducer.start(buffer, job.peers.during(phase), job.slot)
+        reducer, peers = Mean() if job.exact else self.reducer, job.peers.during(phase)
+        if self._takes_many(job):  # one buffer too: the windows for single ones stay untouched
+            handle: Handle = getattr(reducer, "start_many")([buffer], peers)  # noqa: B009
+        else:
+            handle = reducer.start(buffer, peers, job.slot)
         return Sent(job, buffer, handle, staged)
 
 
