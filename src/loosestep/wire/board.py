@@ -31,9 +31,10 @@ SINGLE, TRAINS = "single buffers", "trains"  # the uses of windows
 SLOTS = 128  # buffers and tensors that may be under way at once
 
 # The columns of a slot: where it lies, and the number of the last one that is so far.
-PLACE, DETAIL, OFFERED, REDUCED, TAKEN = range(5)
-SLEEPS = 5 * SLOTS  # whether the owner of the board sleeps until this row changes
-COLUMNS = SLEEPS + 1
+# The last is of the board's owner: the number of the slot that one of its threads sleeps on.
+PLACE, DETAIL, OFFERED, REDUCED, TAKEN, SLEEPER = range(6)
+MARKS = 6
+COLUMNS = MARKS * SLOTS
 
 PROBE_SECONDS = 0.02  # how often a waiting rank looks whether its neighbours live
 SPINS = 20  # looks before it goes to sleep: the neighbours may be nearly there
@@ -188,7 +189,7 @@ class Board:
         row = self.rows[member]
         address = ctypes.addressof(row) + 8 * column
         began, limit = time.monotonic(), peers.seconds
-        row[SLEEPS] = 1
+        row[column - column % MARKS + SLEEPER] = value
         peers.check()
         while (now := row[column]) < value:
             if time.monotonic() - began > limit:
@@ -197,7 +198,6 @@ class Board:
                 time.sleep(NAP_SECONDS)
             if row[column] < value:
                 self.look_round(peers)
-        row[SLEEPS] = 0
 
     def look_round(self, peers: Peers) -> None:
         """Raise if a neighbour that still owes something is gone.
@@ -211,7 +211,7 @@ class Board:
 
     def _owes(self, member: int) -> bool:
         row = self.rows[member]
-        return any(row[5 * place + TAKEN] < number for place, number in list(self.open.items()))
+        return any(row[MARKS * place + TAKEN] < number for place, number in list(self.open.items()))
 
 
 @dataclass
@@ -239,7 +239,7 @@ class Slot:
         peers.check()
         self.number, previous = board.next_number()
         self._place = self.number % SLOTS
-        self._first = 5 * self._place
+        self._first = MARKS * self._place
         self.use = Use(self.number, self._first + TAKEN)
         board.wait_for_all(peers, self.use.column, previous)
         board.unfinished.add(self._place)
@@ -258,7 +258,9 @@ class Slot:
         row = neighbour.row
         row[column] = self.number
         _fence()
-        if row[SLEEPS]:  # should it fall asleep just now, it looks again after PROBE_SECONDS
+        if (
+            row[self._first + SLEEPER] == self.number
+        ):  # should it fall asleep just now, it looks again after PROBE_SECONDS
             wake(neighbour.address + 8 * column)
 
     def tell_all(self, mark: int) -> None:

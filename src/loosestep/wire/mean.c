@@ -120,7 +120,7 @@ void fence(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 /* ---- Trains: many buffers, one after the other, through the windows of all neighbours. ---- */
 
-enum { PLACE, DETAIL, OFFERED, REDUCED, TAKEN, MARKS }; /* the columns of a slot, as in board.py */
+enum { PLACE, DETAIL, OFFERED, REDUCED, TAKEN, SLEEPER, MARKS }; /* the columns of a slot, as in board.py */
 enum { WINDOWS = 3, MOST = 64, AHEAD = 32, SPINS = 200, SAMPLE = 256, OFFSET_BITS = 44 };
 enum { DONE = 0, WAITING = 1, STRANGE = 2 }; /* what drive() returns */
 
@@ -137,7 +137,7 @@ typedef struct {
     Neighbour *neighbours;
     int64_t num_neighbours, group_rank, group_size;
     char *arena;
-    int64_t window_bytes, slots, sleeps; /* sleeps: the column that says that somebody sleeps */
+    int64_t window_bytes, slots;
     char **buffers;
     const int64_t *numels, *places; /* places: where a buffer is resident, else -1 */
     int64_t num_buffers, element_bytes;
@@ -154,9 +154,9 @@ static int64_t column_of(const Train *train, int64_t number) {
     return MARKS * (number % train->slots);
 }
 
-static void tell(const Train *train, const Neighbour *to, int64_t column, int64_t value) {
+static void tell(const Neighbour *to, int64_t column, int64_t value) {
     __atomic_store_n(&to->mine[column], value, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&to->mine[train->sleeps], __ATOMIC_SEQ_CST))
+    if (__atomic_load_n(&to->mine[column - column % MARKS + SLEEPER], __ATOMIC_SEQ_CST) == value)
         syscall(SYS_futex, &to->mine[column], FUTEX_WAKE, 0x7fffffff, 0, 0, 0);
 }
 
@@ -166,10 +166,9 @@ static int reached(Train *train, int64_t index, int64_t column, int64_t value, d
     for (int i = 0; i < SPINS; i++)
         if (__atomic_load_n(&told[column], __ATOMIC_ACQUIRE) >= value) return 1;
     const struct timespec limit = {0, (long)(seconds * 1e9)};
-    __atomic_store_n(&told[train->sleeps], 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&told[column - column % MARKS + SLEEPER], value, __ATOMIC_SEQ_CST);
     const int64_t now = __atomic_load_n(&told[column], __ATOMIC_SEQ_CST);
     if (now < value) syscall(SYS_futex, &told[column], FUTEX_WAIT, (uint32_t)now, &limit, 0, 0);
-    __atomic_store_n(&told[train->sleeps], 0, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&told[column], __ATOMIC_ACQUIRE) >= value) return 1;
     train->waits_for = index;
     return 0;
@@ -209,7 +208,7 @@ static int offer(Train *train, int64_t i, double seconds) {
     }
     for (int64_t n = 0; n < train->num_neighbours; n++) {
         train->neighbours[n].mine[slot + PLACE] = place;
-        tell(train, &train->neighbours[n], slot + OFFERED, number);
+        tell(&train->neighbours[n], slot + OFFERED, number);
     }
     return 1;
 }
@@ -257,7 +256,7 @@ static int reduce(Train *train, int64_t i, double seconds) {
         mean_bf16((uint16_t *const *)outs, num_outs, (const uint16_t *const *)replicas,
                   train->group_size, train->weights, train->divisor, count);
     for (int64_t n = 0; n < train->num_neighbours; n++)
-        tell(train, &train->neighbours[n], slot + REDUCED, number);
+        tell(&train->neighbours[n], slot + REDUCED, number);
     return 1;
 }
 
@@ -291,7 +290,7 @@ static int collect(Train *train, int64_t i, double seconds) {
     }
     train->at = 0;
     for (int64_t n = 0; n < train->num_neighbours; n++)
-        tell(train, &train->neighbours[n], slot + TAKEN, number);
+        tell(&train->neighbours[n], slot + TAKEN, number);
     return 1;
 }
 

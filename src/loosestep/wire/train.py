@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from loosestep.peers import Peers
-from loosestep.wire.board import PROBE_SECONDS, SLEEPS, SLOTS, TRAINS, WINDOWS, Board, Neighbour
+from loosestep.wire.board import PROBE_SECONDS, SLOTS, TRAINS, WINDOWS, Board, Neighbour
 from loosestep.wire.fused import library
 from loosestep.wire.memory import place_of
 from loosestep.wire.pieces import cut
@@ -45,7 +45,7 @@ class _Train(ctypes.Structure):
         ("neighbours", Pointer),
         *((name, Number) for name in ("num_neighbours", "group_rank", "group_size")),
         ("arena", Pointer),
-        *((name, Number) for name in ("window_bytes", "slots", "sleeps")),
+        *((name, Number) for name in ("window_bytes", "slots")),
         *((name, Pointer) for name in ("buffers", "numels", "places")),
         *((name, Number) for name in ("num_buffers", "element_bytes")),
         *((name, Pointer) for name in ("numbers", "previous", "window_numbers", "weights")),
@@ -136,7 +136,6 @@ class Train:
             arena=board.arena_for(TRAINS).data_ptr() + board.layout.trains_start,
             window_bytes=board.layout.window_bytes,
             slots=SLOTS,
-            sleeps=SLEEPS,
             buffers=buffers,
             numels=numels,
             places=places,
