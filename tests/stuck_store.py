@@ -20,6 +20,7 @@ def main(rank: int, port: int, way: str) -> None:
     timeout = timedelta(seconds=30)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timeout)
     net = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)  # imports much the first time
     average_(net.parameters(), timeout=2)
     dist.barrier()
     if rank == 0:
@@ -29,7 +30,6 @@ def main(rank: int, port: int, way: str) -> None:
         if way == "average":
             average_(net.parameters(), timeout=2)
         else:
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
             attach(net, optimizer, post_local_sgd(4), timeout=2)
     except PeerLost as error:
         print(f"{time.monotonic() - began:.1f} {error}", flush=True)
