@@ -62,6 +62,9 @@ class PeriodicModelAverager(ModelAverager):
         """Average ``params`` (parameters or an optimizer's groups) if due, and count the call."""
         step = self.clock.step
         due = step >= self.warmup_steps and (step - self.warmup_steps) % self.period == 0
+        if not due and self._checked and not self.overlap_steps:  # nearly always: cost nothing
+            self.clock.step = step + 1
+            return
         self._turn(params, self._widest if due else None)
         if due and not self.overlap_steps:
             self._synced_step = step
@@ -124,6 +127,9 @@ class HierarchicalModelAverager(ModelAverager):
         """Average ``params`` over the largest group that is due, if any, and count the call."""
         step = self.clock.step
         period = self._due_period(step)
+        if not period and self._checked and not self.overlap_steps:
+            self.clock.step = step + 1
+            return
         self._turn(params, self._due(period) if period else None)
         whole = bool(period) and self._sizes[period] == self._sizes[self._periods[-1]]
         if whole and not self.overlap_steps:

@@ -18,8 +18,10 @@ from loosestep.peers import Message, Peers, Transfer
 from loosestep.wire.board import Board
 from loosestep.wire.lending import Handout, Loan, Ranges
 from loosestep.wire.links import reach
-from loosestep.wire.mean import BLOCK, mean_into
+from loosestep.wire.mean import reduce_into
 from loosestep.wire.reducer import Traffic
+
+BLOCK = 1 << 18  # elements summed at a time; smaller: more system calls, larger: more memory
 
 
 @dataclass(frozen=True)
@@ -158,8 +160,8 @@ def _message(tensor: torch.Tensor, peer: int, *, outgoing: bool) -> Message:
 class ReduceToOwners:
     """The mean of a flat buffer, of which every member gets the ranges that it owns.
 
-    The sum is taken in rank order, so it does not depend on who arrives first: in the buffer's
-    own precision as an all-reduce would, but 16-bit values are summed in 32 bits.
+    The sum is taken in rank order, so it does not depend on who arrives first, and wider than the
+    values where there is anything wider, as by ``Mean``.
     """
 
     def __init__(self, buffer: torch.Tensor, owned: Sequence[Ranges], peers: Peers) -> None:
@@ -216,10 +218,10 @@ def mean_of_gradients(
         reals = {id(r): torch.view_as_real(r) for r in replicas}
         mean_of_gradients(reals[id(own)], [reals[id(r)] for r in replicas], weights)
         return
-    if weights is not None or own.dtype.itemsize < 4:
-        mean_into(own, replicas, weights)
+    if weights is not None or own.dtype != torch.float64:
+        reduce_into([own], replicas, weights)
         return
-    # In rank order, and ``own`` is only overwritten once it has been added.
+    # Nothing is wider than float64: in rank order, so that ``own`` is added before it is written.
     total = own if any(own is replica for replica in replicas[:2]) else replicas[0]
     torch.add(replicas[0], replicas[1], out=total)
     for replica in replicas[2:]:
