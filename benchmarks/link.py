@@ -3,7 +3,8 @@
 The hosts are network namespaces, the link a token bucket in each direction. Every contender
 averages the same 4.2M float32 parameters. ``blocked`` is how long the training thread stands still
 for an overlapped average; ``step`` is a training step without communication, and one while an
-average is under way.
+average is under way. ``copy and add`` is the least that an overlapped average must block for: a
+snapshot at launch and a sum at landing, by bare torch.
 """
 
 from __future__ import annotations
@@ -102,7 +103,10 @@ def overlap(rounds: int) -> dict[str, list[float]]:
     averager = PeriodicModelAverager(
         STEPS, reducer=TwoLevel(Int4()), overlap_steps=STEPS - 1, module=net
     )
-    found: dict[str, list[float]] = {"step, alone": [], "step, overlapped": [], "blocked": []}
+    copies = [torch.zeros_like(p) for p in net.parameters()]
+    found: dict[str, list[float]] = {
+        name: [] for name in ("step, alone", "step, overlapped", "blocked", "copy and add")
+    }
     for round_number in range(rounds + 1):
         dist.barrier()
         alone = [_step(net, optimizer) for _ in range(STEPS)]
@@ -117,7 +121,20 @@ def overlap(rounds: int) -> dict[str, list[float]]:
             found["step, alone"].append(statistics.mean(alone))
             found["step, overlapped"].append(statistics.mean(during[1:]))
             found["blocked"].append(blocked)
+            found["copy and add"].append(_copy_and_add(net, copies))
     return found
+
+
+@torch.no_grad()
+def _copy_and_add(net: torch.nn.Module, copies: list[torch.Tensor]) -> float:
+    parameters = list(net.parameters())
+    dist.barrier()
+    began = time.perf_counter()
+    torch._foreach_copy_(copies, parameters)
+    torch._foreach_add_(parameters, copies)
+    elapsed = time.perf_counter() - began
+    torch._foreach_sub_(parameters, copies)
+    return elapsed
 
 
 def _step(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
