@@ -60,6 +60,7 @@ class GradientSharing:
     _moved: Traffic = field(default_factory=Traffic)
     _began: float = field(default=0.0)
     _ended: float = field(default=0.0)
+    _waited: float | None = field(default=None)
 
     @property
     def level(self) -> str | None:
@@ -84,6 +85,10 @@ class GradientSharing:
         """Say that everything has come that was launched so far."""
         self._ended = time.perf_counter()
 
+    def stood_still(self, seconds: float) -> None:
+        """Count how long training has waited for gradients, where an adapter can tell."""
+        self._waited = (self._waited or 0.0) + seconds
+
     def wait(self, future: torch.futures.Future[torch.Tensor], peers: Peers) -> None:
         """Wait for what ``share`` launched; raise ``PeerLost`` where it failed."""
         reason = ""
@@ -107,8 +112,10 @@ class GradientSharing:
         if (moved.bytes_sent or moved.bytes_copied) and level is not None:
             seconds = max(0.0, self._ended - self._began)
             sizes = (moved.bytes_sent, moved.bytes_copied)
-            self.telemetry.record(SyncRecord(step, level, "gradients", seconds, *sizes, drift=None))
-        self._began = 0.0
+            self.telemetry.record(
+                SyncRecord(step, level, "gradients", seconds, *sizes, None, self._waited)
+            )
+        self._began, self._waited = 0.0, None
 
 
 def _share(peers: Peers) -> float | None:

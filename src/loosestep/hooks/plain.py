@@ -8,6 +8,7 @@ different buckets on different ranks.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -206,8 +207,10 @@ class PlainAdapter:
     def _finish(self) -> None:
         for bucket in self._buckets[self._num_launched :]:
             self._launch(bucket)
+        began = time.perf_counter()
         while self._landing:
             self._land()
+        self._sharing.stood_still(time.perf_counter() - began)
         for bucket in self._buckets:
             bucket.missing = set(bucket.parameters)
         self._num_launched, self._level = 0, None

@@ -60,7 +60,11 @@ class TensorBoard:
         prefix = f"{record['kind']}/{record['level']}"
         for quantity in ("seconds", "seconds_waited", "bytes_sent", "bytes_copied", "drift"):
             if record[quantity] is not None:
-                self._writer.add_scalar(f"{prefix}/{quantity}", record[quantity], record["step"])
+                self.add(f"{prefix}/{quantity}", record[quantity], record["step"])
+
+    def add(self, name: str, value: float, step: int) -> None:
+        """Add a scalar of your own, such as the loss."""
+        self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Flush and close the event file."""

@@ -1,0 +1,1 @@
+"""The reference trainer: data, model and loop for any strategy, on one machine or many."""

@@ -1,0 +1,170 @@
+"""Checkpoints of a training run: a folder a step, whole or not there at all.
+
+    checkpoints/step-00000200/
+        rank-0.pt ...     what each worker had: model, optimizer, strategy, place in the data
+        manifest.json     which model and settings, and the SHA-256 of every file
+
+Replicas differ between averages, so every worker's is kept. They are written to a folder with a
+temporary name, synced and renamed; files are checked before anything of them is used. With another
+number of workers all start from the mean of the replicas.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loosestep.trainer.mistakes import BadInput
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+FOLDER = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds."""
+
+    step: int
+    num_workers: int
+    model: dict[str, list[int]]  # shapes by name
+    strategy: str
+    seed: int
+    samples: int  # that all workers have used together
+    files: dict[str, str]  # SHA-256 by name
+    settings: dict[str, Any]  # of the run that wrote it
+
+
+def partial_folder(run: Path, step: int) -> Path:
+    """Return where a checkpoint is written before it is whole."""
+    return run / FOLDER / f".step-{step:08d}.partial"
+
+
+def write_part(folder: Path, rank: int, state: dict[str, Any]) -> str:
+    """Write one worker's state and return its hash."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank-{rank}.pt"
+    with open(path, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    return _hash(path)
+
+
+def complete(run: Path, manifest: Manifest, keep: int) -> Path:
+    """Make a checkpoint of which all parts are written visible, and drop the oldest ones."""
+    partial = partial_folder(run, manifest.step)
+    with open(partial / MANIFEST, "w", encoding="utf-8") as file:
+        json.dump({"format": FORMAT, **vars(manifest)}, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    whole = run / FOLDER / f"step-{manifest.step:08d}"
+    if whole.exists():  # the same step again, after a resume
+        shutil.rmtree(whole)
+    partial.rename(whole)
+    _sync_folder(whole.parent)
+    for old in _steps(run)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return whole
+
+
+def run_of(folder: Path) -> Path:
+    """Return the folder of the run that a checkpoint belongs to."""
+    return folder.resolve().parent.parent
+
+
+def find(place: str) -> Path:
+    """Return the folder of a checkpoint: the one that is named, or the last one of a run."""
+    path = Path(place)
+    if (path / MANIFEST).exists():
+        return path
+    if found := _steps(path):
+        return found[-1]
+    if not path.exists():
+        raise BadInput(f"{place}: no such checkpoint or run")
+    raise BadInput(f"{place}: no whole checkpoint in it; was the run made with --save-every?")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return what a checkpoint holds; raise for what is none."""
+    try:
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if found.pop("format") != FORMAT:
+            raise BadInput(f"{folder}: a checkpoint of another format than {FORMAT}")
+        return Manifest(**found)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadInput(f"{folder}: its {MANIFEST} is broken: {error}") from error
+
+
+def read_part(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
+    """Return one worker's state; raise where the file is not what was written."""
+    path = folder / f"rank-{rank}.pt"
+    try:
+        whole = _hash(path) == manifest.files[path.name]
+    except (OSError, KeyError):
+        raise BadInput(f"{path}: missing; the checkpoint is not whole") from None
+    if not whole:
+        raise BadInput(f"{path}: corrupted: its content is not what was written; take an older one")
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
+
+
+def check_model(folder: Path, manifest: Manifest, model: torch.nn.Module) -> None:
+    """Raise unless a checkpoint is of this very model."""
+    mine = shapes_of(model)
+    if mine == manifest.model:
+        return
+    differing = sorted(
+        name for name in {*mine, *manifest.model} if mine.get(name) != manifest.model.get(name)
+    )
+    name = differing[0]
+    raise BadInput(
+        f"{folder}: a checkpoint of another model: {name} has shape "
+        f"{manifest.model.get(name, 'none')} there and {mine.get(name, 'none')} here "
+        f"({len(differing)} differ); give the same --width, --depth, --heads and --context"
+    )
+
+
+def shapes_of(model: torch.nn.Module) -> dict[str, list[int]]:
+    """Return the shapes of a model's state, by name."""
+    return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def mean_state(states: list[Any]) -> Any:
+    """Return the mean of several workers' states; what is no float tensor is the first one's."""
+    first = states[0]
+    if isinstance(first, torch.Tensor):
+        if not first.is_floating_point():
+            return first
+        wide = torch.stack([state.double() for state in states]).mean(0)
+        return wide.to(first.dtype)
+    if isinstance(first, dict):
+        return {key: mean_state([state[key] for state in states]) for key in first}
+    if isinstance(first, list):
+        return [mean_state(list(items)) for items in zip(*states, strict=True)]
+    return first
+
+
+def _steps(run: Path) -> list[Path]:
+    found = (run / FOLDER).glob("step-*") if (run / FOLDER).is_dir() else ()
+    return sorted(path for path in found if (path / MANIFEST).exists())
+
+
+def _hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

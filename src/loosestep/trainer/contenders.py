@@ -1,0 +1,68 @@
+"""Whatever can be trained with, by name: loosestep's recipes and what PyTorch itself has."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from loosestep.recipes import RECIPES
+from loosestep.telemetry import Telemetry
+from loosestep.topology import Topology
+from loosestep.trainer.in_tree import CONTENDERS, InTree
+from loosestep.trainer.mistakes import BadInput, nearest
+from loosestep.trainer.settings import Settings
+from loosestep.trainer.sharing import OptimizerPlan, Ours, Sharing
+from loosestep.trainer.specs import Spec, Value, arguments_of
+
+
+def names() -> list[str]:
+    """Return the names of all contenders."""
+    return [*RECIPES, *CONTENDERS]
+
+
+def defaults() -> list[Spec]:
+    """Return every contender with the options that it has by default."""
+    return [Spec(name, _needed(make)) for name, make in {**RECIPES, **CONTENDERS}.items()]
+
+
+def _needed(make: Callable[..., Any]) -> dict[str, Value]:
+    """Return options for arguments that have no default: periods by level."""
+    parameters = inspect.signature(make).parameters.values()
+    return {
+        level: period
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        for level, period in {"host": 4, "world": 16}.items()
+    }
+
+
+def check_spec(spec: Spec) -> None:
+    """Raise ``BadInput`` for what is no contender; needs no workers."""
+    if spec.name in CONTENDERS:
+        arguments_of(spec.name, CONTENDERS[spec.name], spec.options)
+    elif spec.name in RECIPES:
+        spec.strategy()
+    else:
+        raise BadInput(
+            f"there is no strategy {spec.name!r}{nearest(spec.name, names())}; there are "
+            f"{', '.join(names())}"
+        )
+
+
+def make_sharing(
+    settings: Settings,
+    model: torch.nn.Module,
+    optimizer: OptimizerPlan,
+    topology: Topology,
+    telemetry: Telemetry,
+) -> Sharing:
+    """Connect a model; all workers call it."""
+    spec = settings.spec
+    if spec.name in CONTENDERS:
+        make = CONTENDERS[spec.name]
+        plan = make(**arguments_of(spec.name, make, spec.options))
+        return InTree(model, optimizer, plan, topology, telemetry)
+    return Ours(model, optimizer, spec.strategy(topology), telemetry, settings.timeout)

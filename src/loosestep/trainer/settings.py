@@ -1,0 +1,207 @@
+"""Everything that a run can be told, once: flags, TOML files and logs are made of it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from loosestep.trainer.mistakes import BadInput, nearest
+from loosestep.trainer.specs import Spec, parse_levels, parse_spec
+
+TASKS = ("text", "images")
+
+
+def option(default: Any, group: str, text: str, metavar: str = "N") -> Any:
+    """Declare a setting: its default, where ``--help`` lists it, and what it says there."""
+    return field(default=default, metadata={"group": group, "help": text, "metavar": metavar})
+
+
+DATA, MODEL, TRAIN, SHARE, RUN, LOG = (
+    "what is trained on",
+    "the model",
+    "how it is trained",
+    "what workers share",
+    "where it runs",
+    "what is kept",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A training run."""
+
+    data: tuple[str, ...] = ()  # files, folders, globs
+    task: str = option("text", DATA, "text or images", "TASK")
+    data_bytes: int | None = option(
+        None, DATA, "read at most so many bytes (default: all; 8 MB of the standard library)"
+    )
+    image_size: int = option(32, DATA, "pixels on a side to which images are scaled")
+
+    width: int = option(128, MODEL, "numbers at every position")
+    depth: int = option(4, MODEL, "layers")
+    heads: int = option(4, MODEL, "attention heads")
+    context: int = option(128, MODEL, "bytes that the model sees")
+
+    batch: int = option(8, TRAIN, "samples of a worker in a micro-batch")
+    accumulate: int = option(1, TRAIN, "micro-batches in a step")
+    steps: int | None = option(None, TRAIN, "optimizer steps (default: 200)")
+    tokens: int | None = option(None, TRAIN, "or: tokens (images) of all workers together")
+    seconds: float | None = option(None, TRAIN, "or: seconds of training", "S")
+    lr: float = option(2e-3, TRAIN, "highest learning rate", "LR")
+    lr_warmup: int = option(20, TRAIN, "steps in which it grows")
+    lr_floor: float = option(0.1, TRAIN, "what the cosine leaves of it", "SHARE")
+    weight_decay: float = option(0.1, TRAIN, "of AdamW", "W")
+    clip: float = option(1.0, TRAIN, "largest norm of the gradient; 0: do not clip", "NORM")
+    seed: int = option(0, TRAIN, "of the model and of the order of the data")
+    bf16: bool = option(False, TRAIN, "compute in bfloat16 (parameters stay in float32)")
+    compile: bool = option(False, TRAIN, "compile the model with torch.compile")
+
+    strategy: str = option(
+        "ddp", SHARE, "a recipe and its options: post_local_sgd:period=8,wire=int4", "SPEC"
+    )
+    period: int | None = option(None, SHARE, "steps between averages")
+    levels: str | None = option(None, SHARE, "the same by level: host=4,world=32", "LEVELS")
+    wire: str | None = option(
+        None, SHARE, "exact, bf16, fp16, int8, int4, int2, top1%%; +ef: error feedback", "WIRE"
+    )
+    overlap: int | None = option(None, SHARE, "steps that an average may travel for")
+    warmup: int | None = option(None, SHARE, "steps that share gradients with all at first")
+
+    workers: int | None = option(None, RUN, "start so many workers on this machine (default: 2)")
+    hosts: int | None = option(None, RUN, "take the workers for so many hosts, in equal parts")
+    timeout: float = option(60.0, RUN, "longest wait for another worker", "S")
+    threads: int = option(1, RUN, "of torch in every worker")
+
+    out: str | None = option(None, LOG, "folder of the run (default: runs/STRATEGY-DATE)", "DIR")
+    eval_every: int = option(50, LOG, "steps between looks at held-out data; 0: only at the end")
+    eval_batches: int = option(8, LOG, "batches of held-out data that all workers look at")
+    save_every: int = option(0, LOG, "steps between checkpoints; 0: none but when interrupted")
+    keep: int = option(2, LOG, "checkpoints that are kept")
+    resume: str | None = option(
+        None, LOG, "go on from a checkpoint or the last one of a run", "DIR"
+    )
+    tensorboard: bool = option(False, LOG, "write TensorBoard's event files too")
+    trace: bool = option(False, LOG, "write a trace for Perfetto or chrome://tracing")
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no run."""
+        _check_numbers(self)
+        _check_choices(self)
+
+    @property
+    def spec(self) -> Spec:
+        """The strategy, with what was given beside it."""
+        levels = None if self.levels is None else parse_levels(self.levels)
+        return parse_spec(self.strategy).having(
+            period=self.period,
+            levels=levels,
+            wire=self.wire,
+            overlap=self.overlap,
+            warmup=self.warmup,
+        )
+
+    def num_steps(self, tokens_per_step: int) -> int | None:
+        """Return how many steps there are; None: as many as fit in the time."""
+        if self.tokens is not None:
+            return max(1, self.tokens // tokens_per_step)
+        if self.seconds is not None:
+            return self.steps
+        return 200 if self.steps is None else self.steps
+
+
+def _check_numbers(settings: Settings) -> None:
+    positive = "batch accumulate lr eval_batches keep timeout threads image_size".split()
+    positive += "steps tokens seconds workers hosts data_bytes".split()
+    for name in positive:
+        value = getattr(settings, name)
+        if value is not None and value <= 0:
+            raise BadInput(f"{_flag(name)} must be more than 0, got {value}")
+    for name in "lr_warmup lr_floor weight_decay clip eval_every save_every".split():
+        if getattr(settings, name) < 0:
+            raise BadInput(f"{_flag(name)} must not be less than 0, got {getattr(settings, name)}")
+
+
+def _check_choices(settings: Settings) -> None:
+    if settings.task not in TASKS:
+        hint = nearest(settings.task, TASKS)
+        raise BadInput(f"--task must be text or images, got {settings.task!r}{hint}")
+    if settings.steps is not None and settings.tokens is not None:
+        raise BadInput("give --steps or --tokens, not both")
+    if settings.hosts and settings.workers and settings.workers % settings.hosts:
+        raise BadInput(
+            f"--workers must be a multiple of --hosts: {settings.workers} is none of "
+            f"{settings.hosts}"
+        )
+
+
+def options() -> list[Field[Any]]:
+    """Return the settings that have a flag."""
+    return [f for f in fields(Settings) if "group" in f.metadata]
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """Return the settings in a TOML file, by name; ``[strategy]`` may be a table."""
+    try:
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: no TOML: {error}") from error
+    given = {name.replace("-", "_"): value for name, value in content.items()}
+    known = [f.name for f in fields(Settings)]
+    for name, value in given.items():
+        if name not in known:
+            raise BadInput(f"{path}: there is no setting {name!r}{nearest(name, known)}")
+        given[name] = _from_toml(path, name, value)
+    return given
+
+
+def settings_from(given: Mapping[str, Any]) -> Settings:
+    """Make settings of what was given; what was not has its default."""
+    return Settings(**{name: value for name, value in given.items() if value is not None})
+
+
+def changed(settings: Settings, **changes: Any) -> Settings:
+    """Return the same settings with some changed."""
+    return replace(settings, **changes)
+
+
+def _from_toml(path: str, name: str, value: Any) -> Any:
+    if name == "strategy" and isinstance(value, dict):
+        if "name" not in value:
+            raise BadInput(f"{path}: [strategy] needs a name, such as name = 'post_local_sgd'")
+        options = {key: item for key, item in value.items() if key != "name"}
+        return str(Spec(str(value["name"]), options))
+    if name == "levels" and isinstance(value, dict):
+        return ",".join(f"{level}={period}" for level, period in value.items())
+    if name == "data":
+        return tuple([value] if isinstance(value, str) else value)
+    kind = _kind(next(f for f in fields(Settings) if f.name == name))
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, (kind, int)):
+        raise BadInput(f"{path}: {name} must be of type {kind.__name__}, got {value!r}")
+    return value
+
+
+def _kind(setting: Field[Any]) -> type:
+    """Return the type of a setting's values.
+
+    >>> _kind(next(f for f in options() if f.name == "seconds"))
+    <class 'float'>
+    """
+    text = str(setting.type).split(" |")[0]
+    return {"int": int, "float": float, "bool": bool}.get(text, str)
+
+
+kind_of = _kind
+
+
+def default_of(setting: Field[Any]) -> Any:
+    """Return what a setting is when it is not given."""
+    return None if setting.default is MISSING else setting.default
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,230 @@
+"""One worker process: join the others, train, and leave nothing half done.
+
+It is started by ``launch`` on this machine, by torchrun or by SLURM; who it is stands in its
+environment (``ranks``). An error of the user's is one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from loosestep.errors import LoosestepError
+from loosestep.telemetry import Telemetry, TensorBoard
+from loosestep.topology import Topology
+from loosestep.trainer import saving
+from loosestep.trainer.contenders import make_sharing
+from loosestep.trainer.images import read_images
+from loosestep.trainer.journal import Journal
+from loosestep.trainer.loop import Worker, make_feed, plan_optimizer
+from loosestep.trainer.mistakes import BadInput
+from loosestep.trainer.orders import Orders
+from loosestep.trainer.ranks import Rank
+from loosestep.trainer.settings import Settings
+from loosestep.trainer.sharing import levels_of
+from loosestep.trainer.stopping import Stopping
+from loosestep.trainer.tasks import Task
+from loosestep.trainer.text import read_text
+from loosestep.trainer.transformer import Shape
+
+INTERRUPTED, FINISHED = "interrupted", "finished"
+USER_ERROR, FAILED, STOPPED = 2, 1, 130  # exit codes
+
+
+def read_task(settings: Settings) -> Task:
+    """Read the data; raise ``BadInput`` for what cannot be trained on."""
+    if settings.task == "images":
+        return read_images(settings.data, settings.image_size, settings.width)
+    shape = Shape(
+        context=settings.context, width=settings.width, depth=settings.depth, heads=settings.heads
+    )
+    return read_text(settings.data, settings.data_bytes, shape)
+
+
+def check_enough(task: Task, num_workers: int) -> None:
+    """Raise where some workers would have no data."""
+    if task.num_samples < num_workers:
+        raise BadInput(
+            f"{num_workers} workers need a sample each, and there are {task.num_samples}; give "
+            "more data or fewer workers"
+        )
+
+
+def work(orders: Orders, rank: Rank) -> int:
+    """Train as one of the workers; return the exit code."""
+    torch.set_num_threads(orders.settings.threads)
+    task = read_task(orders.settings)
+    check_enough(task, rank.num_workers)
+    with ExitStack() as undo:
+        join(rank, orders.settings.timeout)
+        undo.callback(dist.destroy_process_group)
+        worker = prepare(orders, task, undo)
+        return train(worker, orders)
+
+
+def join(rank: Rank, timeout: float) -> None:
+    """Meet the other workers."""
+    os.environ.update(rank.environment())
+    problem = ""
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    except (RuntimeError, ValueError) as error:
+        problem = str(error).strip().splitlines()[0]
+    if "EADDRINUSE" in problem or "address already in use" in problem:
+        raise BadInput(f"port {rank.port} of {rank.address} is in use; set MASTER_PORT to another")
+    if problem:
+        raise BadInput(
+            f"worker {rank.rank} could not meet the others at {rank.address}:{rank.port} within "
+            f"{timeout:g} s: {problem}"
+        )
+
+
+def prepare(orders: Orders, task: Task, undo: ExitStack) -> Worker:
+    """Make everything that a worker trains with, and what undoes it."""
+    settings, rank, size = orders.settings, dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(settings.seed)
+    model = task.make_model()
+    topology = levels_of(size, settings.hosts) or Topology.from_hosts(timeout=settings.timeout)
+    journal = Journal(
+        orders.folder,
+        rank,
+        tensorboard=TensorBoard(orders.folder / f"tensorboard-{rank}")
+        if settings.tensorboard
+        else None,
+        tracing=settings.trace,
+    )
+    undo.callback(journal.close)
+    sharing = make_sharing(
+        settings, model, plan_optimizer(model, settings), topology, Telemetry([journal])
+    )
+    undo.callback(sharing.close)
+    if settings.compile:
+        sharing.model.compile()
+    store = PrefixStore("loosestep trainer", dist.distributed_c10d._get_default_store())
+    stopping = Stopping(store, rank, size, settings.timeout)
+    undo.callback(stopping.close)
+    feed = make_feed(task, settings, rank, size)
+    samples = size * settings.batch * settings.accumulate
+    num_steps = settings.num_steps(samples * task.units_per_sample)
+    worker = Worker(settings, task, sharing, journal, stopping, feed, num_steps)
+    if settings.resume is not None:
+        saving.resume(worker, settings.resume)
+    if rank == 0:
+        orders.write_info(worker, model, topology)
+    return worker
+
+
+def train(worker: Worker, orders: Orders) -> int:
+    """Train until the end, or until somebody asks to stop."""
+    with listening(worker.stopping):
+        dist.barrier()
+        worker.journal.begin()
+        reason = FINISHED
+        try:
+            _steps(worker, orders)
+            reason = worker.stopping.reason or FINISHED
+            _end(worker, orders, reason)
+        except BaseException as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            raise
+        finally:
+            worker.journal.event(
+                "end", step=worker.step, reason=reason, uplink=worker.journal.uplink
+            )
+    return STOPPED if reason == INTERRUPTED else 0
+
+
+def _steps(worker: Worker, orders: Orders) -> None:
+    settings, journal = worker.settings, worker.journal
+    while worker.num_steps is None or worker.step < worker.num_steps:
+        if not worker.stopping.may_begin():
+            return
+        loss = worker.train_step()
+        _write_step(worker, loss)
+        last = worker.step == worker.num_steps
+        if settings.eval_every and worker.step % settings.eval_every == 0 and not last:
+            _evaluate(worker)
+        if settings.save_every and worker.step % settings.save_every == 0 and not last:
+            _save(worker, orders)
+        if settings.seconds is not None and journal.now >= settings.seconds:
+            worker.stopping.ask(FINISHED)
+
+
+def _end(worker: Worker, orders: Orders, reason: str) -> None:
+    if reason == INTERRUPTED:
+        _save(worker, orders)
+        return
+    worker.sharing.finalize()
+    _evaluate(worker)
+    if worker.settings.save_every:
+        _save(worker, orders)
+
+
+def _write_step(worker: Worker, loss: float) -> None:
+    journal = worker.journal
+    journal.event(
+        "step",
+        step=worker.step,
+        loss=loss,
+        lr=worker.rate(),
+        tokens=worker.tokens,
+        seconds_waited=journal.seconds_waited,
+        next_sync=worker.sharing.next_sync(worker.step),
+        drift=journal.drift,
+        sent=journal.sent,
+        copied=journal.copied,
+    )
+    journal.scalar("loss/training", loss, worker.step)
+
+
+def _evaluate(worker: Worker) -> None:
+    with worker.journal.paused():
+        loss = worker.evaluate()
+        dist.barrier()
+    if dist.get_rank() == 0:
+        worker.journal.event("eval", step=worker.step, loss=loss)
+        worker.journal.scalar("loss/held out", loss, worker.step)
+
+
+def _save(worker: Worker, orders: Orders) -> None:
+    with worker.journal.paused():
+        path = saving.save(worker, orders.folder)
+    if path is not None:
+        worker.journal.event("save", step=worker.step, path=str(path))
+
+
+@contextmanager
+def listening(stopping: Stopping) -> Iterator[None]:
+    """Stop with a checkpoint at the first Ctrl-C or SIGTERM, and at once at the second."""
+
+    def heard(*_: object) -> None:
+        if stopping.reason:
+            os._exit(STOPPED)
+        stopping.ask(INTERRUPTED)
+
+    before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run(orders: Orders, rank: Rank) -> int:
+    """Train; turn errors that a user can mend into one line and an exit code."""
+    try:
+        return work(orders, rank)
+    except BadInput as error:
+        print(f"loosestep: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR
+    except LoosestepError as error:
+        print(f"loosestep: worker {rank.rank}: {error}", file=sys.stderr, flush=True)
+        return FAILED
