@@ -134,6 +134,7 @@ def hierarchical_sgd(
     gradients: str | None = None,
     topology: Topology | None = None,
     reducer: Reducer | None = None,
+    gradient_reducer: Reducer | None = None,
     overlap_steps: int = 0,
 ) -> Strategy:
     """Average narrow levels often and wide ones seldom: ``{"host": 4, "world": 32}``.
@@ -149,6 +150,7 @@ def hierarchical_sgd(
         schedule=after(warmup_steps, levels(periods, gradients=gradients), always(gradients=world)),
         topology=topology,
         reducer=TwoLevel() if reducer is None else reducer,
+        gradient_reducer=gradient_reducer,
         overlap_steps=overlap_steps,
     )
 

@@ -8,24 +8,23 @@ from typing import Any
 
 import torch
 
-from loosestep.recipes import RECIPES
 from loosestep.telemetry import Telemetry
 from loosestep.topology import Topology
 from loosestep.trainer.in_tree import CONTENDERS, InTree
 from loosestep.trainer.mistakes import BadInput, nearest
 from loosestep.trainer.settings import Settings
 from loosestep.trainer.sharing import OptimizerPlan, Ours, Sharing
-from loosestep.trainer.specs import Spec, Value, arguments_of
+from loosestep.trainer.specs import OURS, Spec, Value, arguments_of
 
 
 def names() -> list[str]:
     """Return the names of all contenders."""
-    return [*RECIPES, *CONTENDERS]
+    return [*OURS, *CONTENDERS]
 
 
 def defaults() -> list[Spec]:
     """Return every contender with the options that it has by default."""
-    return [Spec(name, _needed(make)) for name, make in {**RECIPES, **CONTENDERS}.items()]
+    return [Spec(name, _needed(make)) for name, make in {**OURS, **CONTENDERS}.items()]
 
 
 def _needed(make: Callable[..., Any]) -> dict[str, Value]:
@@ -43,7 +42,7 @@ def check_spec(spec: Spec) -> None:
     """Raise ``BadInput`` for what is no contender; needs no workers."""
     if spec.name in CONTENDERS:
         arguments_of(spec.name, CONTENDERS[spec.name], spec.options)
-    elif spec.name in RECIPES:
+    elif spec.name in OURS:
         spec.strategy()
     else:
         raise BadInput(

@@ -19,10 +19,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loosestep.recipes import RECIPES, Strategy
+from loosestep.schedule import always
 from loosestep.topology import Topology
 from loosestep.trainer.mistakes import BadInput, nearest
 from loosestep.trainer.wires import parameter_wire, wire
 from loosestep.wire import Reducer
+
+
+def alone(*, topology: Topology | None = None) -> Strategy:
+    """Share nothing: what computing takes, and what a worker learns by itself."""
+    return Strategy(schedule=always(), topology=topology)
+
+
+OURS = {**RECIPES, alone.__name__: alone}
 
 SHORT = {
     "wire": "reducer",
@@ -130,10 +139,10 @@ def _check_required(name: str, recipe: Callable[..., Any], arguments: Mapping[st
 
 
 def _recipe(name: str) -> Callable[..., Strategy]:
-    if name not in RECIPES:
-        known = ", ".join(RECIPES)
-        raise BadInput(f"there is no strategy {name!r}{nearest(name, RECIPES)}; there are {known}")
-    return RECIPES[name]
+    if name not in OURS:
+        known = ", ".join(OURS)
+        raise BadInput(f"there is no strategy {name!r}{nearest(name, OURS)}; there are {known}")
+    return OURS[name]
 
 
 def _arguments(recipe: Callable[..., Any]) -> dict[str, Any]:
