@@ -24,7 +24,8 @@ def names() -> list[str]:
 
 def defaults() -> list[Spec]:
     """Return every contender with the options that it has by default."""
-    return [Spec(name, _needed(make)) for name, make in {**OURS, **CONTENDERS}.items()]
+    makers: dict[str, Callable[..., Any]] = {**OURS, **CONTENDERS}
+    return [Spec(name, _needed(make)) for name, make in makers.items()]
 
 
 def _needed(make: Callable[..., Any]) -> dict[str, Value]:
