@@ -8,28 +8,37 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-USER_ERROR, INTERRUPTED = 2, 130
+from loosestep.trainer.mistakes import STOPPED, USER_ERROR, BadInput
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        from rich.console import Console  # noqa: F401
-    except ImportError:
-        print(
-            "loosestep: the command line needs rich: pip install 'loosestep[cli]'", file=sys.stderr
-        )
-        return USER_ERROR
-    from loosestep.cli.arguments import parse
-    from loosestep.runs import NotARun
-    from loosestep.trainer.mistakes import BadInput
-
-    try:
-        options = parse(given)
-        return int(options.command(options))
-    except (BadInput, NotARun) as error:
-        print(f"loosestep: {error}", file=sys.stderr)
-        return USER_ERROR
+        return _run(given)
+    except BadInput as error:
+        message = str(error)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        message = f"{place}{error.strerror or error}"
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return STOPPED
+    # On one line, whatever a message quotes.
+    print(f"loosestep: {' '.join(message.split())}", file=sys.stderr)
+    return USER_ERROR
+
+
+def _run(given: Sequence[str]) -> int:
+    try:
+        from loosestep.cli.arguments import parse
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "rich":
+            raise
+        raise BadInput("the command line needs rich: pip install 'loosestep[cli]'") from error
+    from loosestep.runs import NotARun
+
+    options = parse(given)
+    try:
+        return int(options.command(options))
+    except NotARun as error:
+        raise BadInput(str(error)) from error

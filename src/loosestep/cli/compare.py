@@ -11,19 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Column, Table
 
-from loosestep.cli.folders import drop_if_empty, new_folder, safe
+from loosestep.cli.folders import check_file, drop_if_empty, new_folder, safe
 from loosestep.cli.given import command_line, settings_of
-from loosestep.cli.train import check_data
+from loosestep.cli.train import check_run, say_error
 from loosestep.lab import CannotEmulate, EmulatedHosts, Link, missing
 from loosestep.report import words, write_report
 from loosestep.report.facts import Facts, facts_of
 from loosestep.report.verdict import target_loss
 from loosestep.runs import log_file, read_run
 from loosestep.trainer import contenders
-from loosestep.trainer.display import Tail, steps_of
+from loosestep.trainer.display import Tail, loss_text, steps_of
 from loosestep.trainer.launch import Outcome, Place, ThisMachine, run_here
 from loosestep.trainer.mistakes import BadInput
 from loosestep.trainer.orders import Orders
@@ -54,18 +61,21 @@ def compare(found: argparse.Namespace) -> int:
     for spec in specs:
         contenders.check_spec(spec)
     _check_names(specs)
-    settings, console = settings_of(found), Console(highlight=False)
+    check_file(found.json, "--json")
+    check_file(found.report, "--report")
+    settings, console = settings_of(found), Console(highlight=False, markup=False)
     with hosts(found, settings, console) as where:
-        check_data(settings, where.num_workers)
+        check_run(settings, where.num_workers, where.num_hosts)
         folder = new_folder(found.out, "compare")
-        code, message = _run_all(specs, settings, folder, where, console)
-    done = [run for run in sorted(folder.iterdir()) if log_file(run, 0).exists()]
-    if done and not message:
+        try:
+            outcome, done = _run_all(specs, settings, folder, where, console)
+        finally:
+            drop_if_empty(folder)
+    if done:  # also where a later one has failed
         _show(done, found, console)
-    if message:
-        drop_if_empty(folder)
-        Console(stderr=True, highlight=False).print(f"loosestep: {message}", soft_wrap=True)
-    return code
+    if outcome.code:
+        say_error(outcome.message or "stopped")
+    return outcome.code
 
 
 @contextmanager
@@ -105,47 +115,55 @@ def _link(rate: str) -> Link:
 
 def _run_all(
     specs: Sequence[Spec], settings: Settings, folder: Path, where: Hosts, console: Console
-) -> tuple[int, str]:
-    """Run all contenders; return the exit code, and what the first that failed said."""
+) -> tuple[Outcome, list[Path]]:
+    """Run all contenders; return how the last one ended, and the runs that are finished."""
     kind = f"uplinks of {where.link['rate']}" if where.link else "the loopback between them"
     console.print(f"{where.num_hosts} hosts, {where.workers_per_host} workers each, {kind}")
-    columns = (
-        TextColumn("{task.description}"),
+    done: list[Path] = []
+    with Progress(*_columns(), console=console) as bars:
+        for number, spec in enumerate(specs, start=1):
+            own = folder / f"{number:02d}-{safe(str(spec))}"
+            outcome = _run_one(_orders(settings, spec, own, where), where, bars)
+            if outcome.code:
+                said = f"{spec}: {outcome.message}" if outcome.message else ""
+                return Outcome(outcome.code, said), done
+            done.append(own)
+    return Outcome(0), done
+
+
+def _columns() -> tuple[ProgressColumn, ...]:
+    return (
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
+        TextColumn("{task.fields[loss]}", markup=False),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as bars:
-        for number, spec in enumerate(specs, start=1):
-            name = str(spec)
-            own = folder / f"{number:02d}-{safe(name)}"
-            own.mkdir()
-            orders = Orders(
-                settings=changed(settings, strategy=name, hosts=where.num_hosts, out=str(own)),
-                folder=own,
-                name=name,
-                command=command_line(),
-                link=where.link,
-            )
-            outcome = _run_one(orders, where, bars)
-            if outcome.code:
-                return outcome.code, f"{name}: {outcome.message}" if outcome.message else "stopped"
-    return 0, ""
+
+
+def _orders(settings: Settings, spec: Spec, own: Path, where: Hosts) -> Orders:
+    plain = changed(settings, strategy=str(spec), hosts=where.num_hosts, out=str(own))
+    return Orders(
+        settings=plain, folder=own, name=str(spec), command=command_line(), link=where.link
+    )
 
 
 def _run_one(orders: Orders, where: Hosts, bars: Progress) -> Outcome:
+    orders.folder.mkdir()
     task = bars.add_task(orders.name, total=None, loss="")
     tail = Tail(log_file(orders.folder, 0))
 
     def watch() -> None:
         for record in tail.records():
             if record["event"] == "step":
-                loss = f"loss {record['loss']:.3f}" if record["loss"] is not None else ""
-                total = steps_of(orders.folder)
+                loss, total = f"loss {loss_text(record['loss'])}", steps_of(orders.folder)
                 bars.update(task, completed=record["step"], total=total, loss=loss)
 
-    return run_here(orders, where.num_hosts, where.num_workers, where.place, watch)
+    try:
+        return run_here(orders, where.num_hosts, where.num_workers, where.place, watch)
+    finally:
+        tail.close()
+        drop_if_empty(orders.folder)
 
 
 def _check_names(specs: Sequence[Spec]) -> None:
@@ -158,14 +176,14 @@ def _check_names(specs: Sequence[Spec]) -> None:
 def _show(done: list[Path], found: argparse.Namespace, console: Console) -> None:
     facts = facts_of([read_run(run) for run in done])
     finished = [run for run in facts if run.final_loss is not None]
-    target = found.target if found.target is not None else None
+    target = found.target
     if target is None and finished:
         target = target_loss(finished)
     console.print(table(facts, target))
     if found.json:
         _write_json(Path(found.json), facts, target)
     output = Path(found.report) if found.report else done[0].parent / "report.html"
-    write_report(done, output)
+    write_report(done, output, target=found.target)
     console.print(f"report: {output}", soft_wrap=True)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 from rich.console import Console
 
+from loosestep.cli.folders import check_file
 from loosestep.doctor import Finding, Links, inspect_machine, measure_links, recommend, show
 from loosestep.testing import RanksFailed, run_ranks
 from loosestep.trainer.mistakes import BadInput
@@ -28,6 +29,7 @@ def doctor(found: argparse.Namespace) -> int:
     """Look, measure and recommend."""
     if found.workers < 1 or found.parameters < 1 or found.step_seconds <= 0:
         raise BadInput("--workers, --parameters and --step-seconds must be more than 0")
+    check_file(found.json, "--json")
     rank = rank_from()
     if rank is None:
         _tell(found, inspect_machine(), _links_here(found))

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
 from loosestep.runs import INFO_FILE
+from loosestep.trainer.checkpoint import FOLDER
 from loosestep.trainer.mistakes import BadInput
 
 RUNS = "runs"
+LOGS = "rank-*.jsonl"
 
 
 def new_folder(asked: str | None, name: str) -> Path:
     """Make the folder of a run: the one that was asked for, or a new one with a date."""
     path = Path(asked) if asked else _dated(name)
-    if (path / INFO_FILE).exists():
-        raise BadInput(f"{path}: there is a run in it already; give another --out")
+    for pattern in (INFO_FILE, LOGS, FOLDER, f"*/{INFO_FILE}", f"*/{LOGS}"):
+        if any(path.glob(pattern)):
+            raise BadInput(f"{path}: there is a run in it already; give another --out")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -25,9 +30,28 @@ def new_folder(asked: str | None, name: str) -> Path:
 
 
 def drop_if_empty(folder: Path) -> None:
-    """Remove a folder in which nothing was written."""
-    if folder.is_dir() and not any(folder.iterdir()):
+    """Remove a folder of a run that has written nothing, and what was made around it."""
+    if not (folder / INFO_FILE).exists():
+        for log in folder.glob(LOGS):
+            if log.stat().st_size == 0:
+                log.unlink()
+    with suppress(OSError):  # there is something in it
         folder.rmdir()
+        if folder.parent.name == RUNS:
+            folder.parent.rmdir()
+
+
+def check_file(name: str | None, flag: str) -> None:
+    """Raise for a file that will not be writable, before what is written into it is made."""
+    if name is None:
+        return
+    path = Path(name)
+    if path.is_dir():
+        raise BadInput(f"{flag} {name}: this is a folder; give the name of a file in it")
+    if not path.parent.is_dir():
+        raise BadInput(f"{flag} {name}: there is no folder {path.parent}; make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise BadInput(f"{flag} {name}: cannot be written; give another file")
 
 
 def safe(name: str) -> str:

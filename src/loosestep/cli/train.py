@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from loosestep.cli.folders import drop_if_empty, new_folder
 from loosestep.cli.given import command_line, settings_of
 from loosestep.trainer import contenders
+from loosestep.trainer.checkpoint import find, has_checkpoint, read_manifest
 from loosestep.trainer.display import Display, watcher
-from loosestep.trainer.launch import ThisMachine, run_here
+from loosestep.trainer.launch import Outcome, ThisMachine, run_here
 from loosestep.trainer.mistakes import BadInput
 from loosestep.trainer.orders import Orders
 from loosestep.trainer.ranks import Rank, rank_from
+from loosestep.trainer.saving import check_fits
 from loosestep.trainer.settings import Settings
-from loosestep.trainer.worker import check_enough, read_task
+from loosestep.trainer.worker import check_enough, read_task, unit_of
 from loosestep.trainer.worker import run as run_worker
 
 DEFAULT_WORKERS = 2
@@ -28,66 +31,72 @@ SECONDS_BETWEEN_LOOKS = 0.25
 
 def train(found: argparse.Namespace) -> int:
     """Train as the command line says."""
-    settings = settings_of(found)
+    settings, rank = settings_of(found), rank_from()
     contenders.check_spec(settings.spec)
-    rank = rank_from()
     if rank is None:
-        check_data(settings, settings.workers or DEFAULT_WORKERS)
+        check_run(settings, settings.workers or DEFAULT_WORKERS, settings.hosts)
+    elif settings.workers is not None:
+        raise BadInput("--workers starts workers, but this is one already (RANK or SLURM_PROCID)")
+    elif settings.out is None:
+        raise BadInput("workers started by torchrun or SLURM need --out DIR, the same for all")
     orders = Orders(
         settings=settings,
-        folder=_folder(settings, rank),
+        folder=new_folder(settings.out, str(settings.spec)),
         name=str(settings.spec),
         command=command_line(),
     )
-    console = Console(highlight=False)
-    if rank is None:
-        return _here(orders, console)
-    if settings.workers is not None:
-        raise BadInput("--workers starts workers, but this is one already (RANK or SLURM_PROCID)")
-    return _as_worker(orders, rank, console)
+    console = Console(highlight=False, markup=False)
+    return _here(orders, console) if rank is None else _as_worker(orders, rank, console)
 
 
-def check_data(settings: Settings, num_workers: int) -> None:
-    """Raise for what cannot be trained on, before any worker is started."""
-    check_enough(read_task(settings), num_workers)
-
-
-def _folder(settings: Settings, rank: Rank | None) -> Path:
-    if rank is None or rank.rank == 0:
-        return new_folder(settings.out, str(settings.spec))
-    if settings.out is None:
-        raise BadInput("workers started by torchrun or SLURM need --out DIR, the same for all")
-    folder = Path(settings.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def check_run(settings: Settings, num_workers: int, hosts: int | None) -> None:
+    """Raise for what cannot be trained, before any worker is started."""
+    task = read_task(settings)
+    check_enough(task, num_workers)
+    if num_workers % (hosts or 1):
+        raise BadInput(f"{num_workers} workers cannot be {hosts} equal hosts; change --hosts")
+    if settings.resume is not None:
+        folder = find(settings.resume)
+        with torch.device("meta"):
+            model = task.make_model()
+        check_fits(folder, read_manifest(folder), model, settings.seed)
 
 
 def _here(orders: Orders, console: Console) -> int:
-    settings = orders.settings
-    workers = settings.workers or DEFAULT_WORKERS
+    workers = orders.settings.workers or DEFAULT_WORKERS
     console.print(f"{workers} workers, {orders.name}, in {orders.folder}", soft_wrap=True)
-    with Display(console, orders.name) as display:
-        watch = watcher(display, orders.folder)
-        outcome = run_here(orders, 1, workers, ThisMachine(), watch)
-    return report_end(outcome.code, outcome.message, orders, console)
-
-
-def report_end(code: int, message: str, orders: Orders, console: Console) -> int:
-    """Say how it ended, and what can be done with it."""
-    if message:
+    try:
+        with Display(console, orders.name, unit_of(orders.settings)) as display:
+            watch = watcher(display, orders.folder)
+            outcome = run_here(orders, 1, workers, ThisMachine(), watch)
+    finally:
         drop_if_empty(orders.folder)
-        Console(stderr=True, highlight=False).print(f"loosestep: {message}", soft_wrap=True)
-    elif code == 0:
+    return report_end(outcome, orders, console)
+
+
+def report_end(outcome: Outcome, orders: Orders, console: Console) -> int:
+    """Say how it ended, and what can be done with it."""
+    if outcome.message:
+        say_error(outcome.message)
+    elif outcome.code == 0:
         console.print(f"done: loosestep report {orders.folder}", soft_wrap=True)
-    else:
+    elif has_checkpoint(orders.folder):
         console.print(f"stopped: loosestep train --resume {orders.folder} goes on", soft_wrap=True)
-    return code
+    else:
+        console.print("stopped before there was anything to save")
+    return outcome.code
+
+
+def say_error(message: str) -> None:
+    """Say what went wrong, on one line."""
+    print(f"loosestep: {' '.join(message.split())}", file=sys.stderr)
 
 
 def _as_worker(orders: Orders, rank: Rank, console: Console) -> int:
     if rank.rank != 0:
         return run_worker(orders, rank)
-    with Display(console, orders.name) as display, _watching(watcher(display, orders.folder)):
+    display = Display(console, orders.name, unit_of(orders.settings))
+    with display, _watching(watcher(display, orders.folder)):
         return run_worker(orders, rank)
 
 

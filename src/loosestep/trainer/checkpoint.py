@@ -47,6 +47,11 @@ def partial_folder(run: Path, step: int) -> Path:
     return run / FOLDER / f".step-{step:08d}.partial"
 
 
+def whole_folder(run: Path, step: int) -> Path:
+    """Return where a checkpoint is once it is whole."""
+    return run / FOLDER / f"step-{step:08d}"
+
+
 def write_part(folder: Path, rank: int, state: dict[str, Any]) -> str:
     """Write one worker's state and return its hash."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +70,7 @@ def complete(run: Path, manifest: Manifest, keep: int) -> Path:
         json.dump({"format": FORMAT, **vars(manifest)}, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
-    whole = run / FOLDER / f"step-{manifest.step:08d}"
+    whole = whole_folder(run, manifest.step)
     if whole.exists():  # the same step again, after a resume
         shutil.rmtree(whole)
     partial.rename(whole)
@@ -75,9 +80,19 @@ def complete(run: Path, manifest: Manifest, keep: int) -> Path:
     return whole
 
 
+def discard(run: Path, step: int) -> None:
+    """Remove a checkpoint that could not be written to its end."""
+    shutil.rmtree(partial_folder(run, step), ignore_errors=True)
+
+
 def run_of(folder: Path) -> Path:
     """Return the folder of the run that a checkpoint belongs to."""
     return folder.resolve().parent.parent
+
+
+def has_checkpoint(run: Path) -> bool:
+    """Say whether a run can be resumed."""
+    return bool(_steps(run))
 
 
 def find(place: str) -> Path:

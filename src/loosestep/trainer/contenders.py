@@ -10,7 +10,7 @@ import torch
 
 from loosestep.telemetry import Telemetry
 from loosestep.topology import Topology
-from loosestep.trainer.in_tree import CONTENDERS, InTree
+from loosestep.trainer.in_tree import CONTENDERS, InTree, Plan
 from loosestep.trainer.mistakes import BadInput, nearest
 from loosestep.trainer.settings import Settings
 from loosestep.trainer.sharing import OptimizerPlan, Ours, Sharing
@@ -42,7 +42,7 @@ def _needed(make: Callable[..., Any]) -> dict[str, Value]:
 def check_spec(spec: Spec) -> None:
     """Raise ``BadInput`` for what is no contender; needs no workers."""
     if spec.name in CONTENDERS:
-        arguments_of(spec.name, CONTENDERS[spec.name], spec.options)
+        _plan(spec)
     elif spec.name in OURS:
         spec.strategy()
     else:
@@ -62,7 +62,13 @@ def make_sharing(
     """Connect a model; all workers call it."""
     spec = settings.spec
     if spec.name in CONTENDERS:
-        make = CONTENDERS[spec.name]
-        plan = make(**arguments_of(spec.name, make, spec.options))
-        return InTree(model, optimizer, plan, topology, telemetry)
+        return InTree(model, optimizer, _plan(spec), topology, telemetry)
     return Ours(model, optimizer, spec.strategy(topology), telemetry, settings.timeout)
+
+
+def _plan(spec: Spec) -> Plan:
+    make = CONTENDERS[spec.name]
+    try:
+        return make(**arguments_of(spec.name, make, spec.options))
+    except ValueError as error:
+        raise BadInput(f"strategy {spec}: {error}") from error

@@ -10,8 +10,10 @@ from typing import IO, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from loosestep.runs import NotARun, log_file, read_info
 
@@ -35,12 +37,20 @@ class Tail:
             self._file = open(self._path, encoding="utf-8")  # noqa: SIM115  (closed by close)
             self._file.seek(self._start)
         *lines, self._rest = (self._rest + self._file.read()).split("\n")
-        return [json.loads(line) for line in lines if line]
+        return [record for line in lines if (record := _parsed(line)) is not None]
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:  # cut short by a full disk
+        return None
+    return record if isinstance(record, dict) else None
 
 
 class Display:
@@ -55,7 +65,7 @@ class Display:
             TimeRemainingColumn(),
         )
         self._bar = Progress(*columns, console=console, expand=True)
-        self._task = self._bar.add_task(name, total=None)
+        self._task = self._bar.add_task(escape(name), total=None)
         self._live: Live | None = None
         self._last: dict[str, Any] = {}
         self._eval: dict[str, Any] = {}
@@ -84,7 +94,7 @@ class Display:
         elif record["event"] == "eval":
             self._eval = record
         elif record["event"] == "save":
-            self._console.print(f"saved {record['path']}", highlight=False, soft_wrap=True)
+            self._say(f"saved {record['path']}")
         self._refresh()
 
     def _refresh(self) -> None:
@@ -93,15 +103,19 @@ class Display:
         elif self._last and time.monotonic() - self._said > QUIET_SECONDS:
             self._said = time.monotonic()
             line = "  ".join(f"{name} {value}" for name, value in self._facts())
-            self._console.print(f"{self._name}  {line}", highlight=False, soft_wrap=True)
+            self._say(f"{self._name}  {line}")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def _facts(self) -> list[tuple[str, str]]:
         last = self._last
         if not last:
             return [("workers", "starting")]
-        facts = [("step", str(last["step"])), ("loss", f"{last['loss']:.3f}")]
+        facts = [("step", str(last["step"])), ("loss", loss_text(last["loss"]))]
         if self._eval:
-            facts.append(("held out", f"{self._eval['loss']:.3f} at step {self._eval['step']}"))
+            seen = f"{loss_text(self._eval['loss'])} at step {self._eval['step']}"
+            facts.append(("held out", seen))
         facts.append((f"{self._unit}/s", f"{self._speed():,.0f}"))
         waited = last["seconds_waited"] / max(last["at"], 1e-9)
         facts.append(("waiting", f"{waited:.0%} of the time"))
@@ -121,8 +135,17 @@ class Display:
         table = Table.grid(padding=(0, 2))
         facts = self._facts()
         for row in (facts[i : i + 4] for i in range(0, len(facts), 4)):
-            table.add_row(*(f"[dim]{name}[/dim] {value}" for name, value in row))
+            table.add_row(*(Text.assemble((name, "dim"), " ", value) for name, value in row))
         return Group(self._bar, table)
+
+
+def loss_text(loss: float | None) -> str:
+    """Return a loss as it is shown; logs hold null for what is no number.
+
+    >>> loss_text(2.34567), loss_text(None)
+    ('2.346', 'not a number')
+    """
+    return "not a number" if loss is None else f"{loss:.3f}"
 
 
 def moved(record: dict[str, Any]) -> dict[str, int]:

@@ -24,6 +24,8 @@ class Images:
     def __init__(self, name: str, pixels: torch.Tensor, labels: torch.Tensor, width: int) -> None:
         self._name, self._pixels, self._labels, self._width = name, pixels, labels, width
         self._num_classes = int(labels.max()) + 1
+        if width < 4:
+            raise BadInput(f"--width must be at least 4 for images, got {width}")
         if self._num_classes < 2 or len(labels) < 2 * HELD_OUT:
             raise BadInput(
                 f"{name}: {len(labels)} images of {self._num_classes} classes; at least "
@@ -114,13 +116,13 @@ def _folder(folder: Path, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _pixels(path: Path, size: int) -> torch.Tensor:
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
     except ImportError:
         raise BadInput("images need pillow: pip install 'loosestep[images]'") from None
     try:
         with Image.open(path) as image:
             small = image.convert("RGB").resize((size, size))
-    except (OSError, UnidentifiedImageError) as error:
+    except (OSError, SyntaxError, ValueError, EOFError) as error:  # as Pillow's readers differ
         raise BadInput(f"{path}: not an image that can be read: {error}") from None
     raw = torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8)
     return raw.view(size, size, 3).permute(2, 0, 1).contiguous()

@@ -66,6 +66,8 @@ class PostLocal(Plan):
 
     def __init__(self, period: int = 4, warmup_steps: int = 0, gradients: str = "host") -> None:
         self.period, self.warmup_steps, self.gradients = period, warmup_steps, gradients
+        if period < 1 or warmup_steps < 0:
+            raise ValueError(f"period must be at least 1, warmup 0, got {period}, {warmup_steps}")
 
     def averager(self, topology: Topology) -> ModelAverager | None:
         """Return a periodic one."""
@@ -84,6 +86,9 @@ class Hierarchical(Plan):
 
     def __init__(self, periods: Mapping[str, int], gradients: str = "host") -> None:
         self.periods, self.gradients = dict(periods), gradients
+        found = list(self.periods.values())
+        if list(self.periods)[-1] != "world" or found != sorted({*found, 1})[-len(found) :]:
+            raise ValueError("periods must grow up to that of world, as in host=4,world=8")
 
     def averager(self, topology: Topology) -> ModelAverager | None:
         """Return one with a group size for every level."""

@@ -124,14 +124,25 @@ class Journal:
 
 
 def earlier(path: Path, step: int) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file that are not of later steps, nor of the run's end."""
+    """Yield the records of a file up to those of a step, but not of saving or of the run's end."""
+    pending: list[dict[str, Any]] = []  # what a step has written before it was done
+    for record in _records(path):
+        if record["event"] in ("end", "save"):
+            continue
+        pending.append(record)
+        if record["event"] in ("step", "eval"):
+            if record["step"] > step:
+                return
+            yield from pending
+            pending.clear()
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError):  # the last line of a run that was killed
-            record = json.loads(line)
-            if record["event"] not in ("end", "save") and record["step"] <= step:
-                yield record
+            yield json.loads(line)
 
 
 LANES = {"compute": 0, "wait": 0, "send": 1}  # waiting is what the computing thread does too

@@ -1,8 +1,8 @@
 """Workers on this machine: started together, watched, and ended together.
 
 A worker that fails ends the others; Ctrl-C is handed on once, so that they can save, and ends them
-at the second time. Workers end by themselves should this process be killed: they read a pipe of
-which it holds the other end.
+at the second time. A worker is told what to do by a pipe, which stays open: should this process be
+killed, the pipe closes and the worker ends.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, Protocol
 
-from loosestep.trainer.mistakes import BadInput
+from loosestep.trainer.mistakes import FAILED, STOPPED, USER_ERROR, BadInput
 from loosestep.trainer.orders import Orders
 from loosestep.trainer.ranks import Rank
 
-GRACE_SECONDS = 10.0  # for the others to end by themselves once one has failed
+GRACE_SECONDS = 10.0  # for the others to end by themselves once one has ended too early
 POLL_SECONDS = 0.1
-ORDERS_VARIABLE = "LOOSESTEP_ORDERS"
+READ_SECONDS = 5.0  # for the last words of a worker that has ended
 
 
 class Place(Protocol):
@@ -72,8 +72,10 @@ class Team:
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     said: list[list[str]] = field(default_factory=list)  # on stderr, by rank
     interrupts: int = 0
+    killed: set[int] = field(default_factory=set)  # ranks that were ended from here
+    readers: list[threading.Thread] = field(default_factory=list)
 
-    def start(self, command: list[str], environment: dict[str, str]) -> None:
+    def start(self, command: list[str], environment: dict[str, str], orders: str) -> None:
         """Start one more worker, in a session of its own: the terminal's Ctrl-C is handed on."""
         process = subprocess.Popen(
             command,
@@ -85,8 +87,11 @@ class Team:
         )
         self.processes.append(process)
         self.said.append([])
+        # In a thread: long orders do not fit into the pipe before the worker reads.
+        threading.Thread(target=_tell, args=(process.stdin, orders), daemon=True).start()
         reader = threading.Thread(target=_read, args=(process.stderr, self.said[-1]), daemon=True)
         reader.start()
+        self.readers.append(reader)
 
     def interrupt(self) -> None:
         """Ask all to save and end; the second time end them at once."""
@@ -98,44 +103,57 @@ class Team:
 
     def wait(self, watch: Callable[[], None]) -> Outcome:
         """Return when all have ended; ``watch`` is called now and then."""
-        failed: int | None = None
         deadline = float("inf")
         while any(process.poll() is None for process in self.processes):
             time.sleep(POLL_SECONDS)
             watch()
-            if failed is None and (failed := self._failed()) is not None:
+            if deadline == float("inf") and self._ended_early():
                 deadline = time.monotonic() + GRACE_SECONDS
             if time.monotonic() > deadline:
                 self.kill()
         watch()
-        return self._outcome(self._failed() if failed is None else failed)
+        for reader in self.readers:
+            reader.join(READ_SECONDS)
+        return self._outcome()
 
     def kill(self) -> None:
         """End all that still run."""
-        for process in self.processes:
+        for rank, process in enumerate(self.processes):
             if process.poll() is None:
+                self.killed.add(rank)
                 process.kill()
         for process in self.processes:
             process.wait()
 
-    def _failed(self) -> int | None:
-        codes = [process.poll() for process in self.processes]
-        return next((r for r, c in enumerate(codes) if c not in (None, 0, 130)), None)
+    def _codes(self) -> dict[int, int]:
+        """Return the exit codes of those that ended by themselves, by rank."""
+        codes = {rank: process.poll() for rank, process in enumerate(self.processes)}
+        return {r: c for r, c in codes.items() if c is not None and r not in self.killed}
 
-    def _outcome(self, failed: int | None) -> Outcome:
+    def _ended_early(self) -> bool:
+        """Say whether somebody has ended without whom the others cannot finish."""
+        return any(code != 0 for code in self._codes().values())
+
+    def _outcome(self) -> Outcome:
         if self.interrupts > 1:
-            return Outcome(130, "ended at once; nothing was saved")
-        if failed is None:
-            codes = {process.returncode for process in self.processes}
-            return Outcome(130 if 130 in codes else 0)
-        code = self.processes[failed].returncode
-        lines = [line for line in self.said[failed] if line.strip()]
+            return Outcome(STOPPED, "ended at once; nothing more was saved")
+        stops = (0, STOPPED, -signal.SIGINT) if self.interrupts else (0, STOPPED)
+        codes = self._codes()
+        failed = {rank: code for rank, code in codes.items() if code not in stops}
+        if not failed:
+            return Outcome(0 if set(codes.values()) == {0} and not self.killed else STOPPED)
+        # A user's error and a signal explain the others' failures, and not the other way round.
+        rank = min(failed, key=lambda r: (failed[r] != USER_ERROR, failed[r] > 0, r))
+        return Outcome(max(failed[rank], FAILED), self._story(rank, failed[rank]))
+
+    def _story(self, rank: int, code: int) -> str:
+        lines = [line for line in self.said[rank] if line.strip()]
         own = [line for line in lines if line.startswith("loosestep: ")]
         if own:
-            return Outcome(max(code, 1), own[-1].removeprefix("loosestep: "))
+            return own[-1].removeprefix("loosestep: ")
         how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"failed with code {code}"
         last = f": {lines[-1]}" if lines else ""
-        return Outcome(1, f"worker {failed} {how}{last}")
+        return f"worker {rank} {how}{last}"
 
 
 def run_here(
@@ -150,27 +168,32 @@ def run_here(
                 host = rank * num_hosts // num_workers
                 who = Rank(rank, num_workers, place.address(0), port, rank)
                 command = [*place.inside(host), sys.executable, "-m", "loosestep.trainer.start"]
-                team.start(command, _environment(orders, who, place.environment(host)))
+                here = _environment(orders, who, place.environment(host))
+                team.start(command, here, orders.to_json())
             return team.wait(watch)
     finally:
         team.kill()
 
 
 def _environment(orders: Orders, rank: Rank, here: dict[str, str]) -> dict[str, str]:
-    own = {"OMP_NUM_THREADS": str(orders.settings.threads), ORDERS_VARIABLE: orders.to_json()}
-    return {**os.environ, **own, **here, **rank.environment()}
+    threads = {"OMP_NUM_THREADS": str(orders.settings.threads)}
+    return {**os.environ, **threads, **here, **rank.environment()}
 
 
 def free_port(place: Place) -> int:
     """Return a port that nobody uses now; in a namespace of its own any will do."""
     if not isinstance(place, ThisMachine):
         return 29_500
-    asked = os.environ.get("MASTER_PORT")
+    asked = os.environ.get("MASTER_PORT", "0")
+    if not asked.isdecimal() or int(asked) > 65_535:
+        raise BadInput(f"MASTER_PORT must be a port, from 0 to 65535, got {asked!r}")
     with socket.socket() as probe:
         try:
-            probe.bind(("127.0.0.1", int(asked or 0)))
-        except (OSError, ValueError, OverflowError):
-            raise BadInput(f"port {asked} (MASTER_PORT) is in use; set another, or none") from None
+            probe.bind(("127.0.0.1", int(asked)))
+        except OSError as error:
+            raise BadInput(
+                f"port {asked} (MASTER_PORT) cannot be had: {error.strerror}; set another, or none"
+            ) from None
         port: int = probe.getsockname()[1]
         return port
 
@@ -195,3 +218,10 @@ def _read(stream: IO[str] | None, lines: list[str]) -> None:
     for line in stream:
         lines.append(line.rstrip("\n"))
         del lines[:-200]
+
+
+def _tell(stream: IO[str] | None, orders: str) -> None:
+    assert stream is not None
+    with suppress(OSError, ValueError):  # the worker is gone; its exit code says why
+        stream.write(orders + "\n")
+        stream.flush()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+USER_ERROR, FAILED, STOPPED = 2, 1, 130  # exit codes
+
 
 class BadInput(Exception):
     """What the user gave cannot be done; the text is the whole message, on one line."""
@@ -18,3 +20,13 @@ def nearest(given: str, known: Iterable[str]) -> str:
     """
     found = difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)
     return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def one_line(error: BaseException) -> str:
+    r"""Return the first line of what an error says, or its name if it says nothing.
+
+    >>> one_line(ValueError("too short\nand more"))
+    'too short'
+    """
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

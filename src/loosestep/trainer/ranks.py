@@ -56,19 +56,19 @@ def _from_torchrun(environment: Mapping[str, str]) -> Rank:
         num_workers=_number(environment, "WORLD_SIZE"),
         address=environment["MASTER_ADDR"],
         port=_number(environment, "MASTER_PORT"),
-        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        local_rank=_number(environment, "LOCAL_RANK", 0),
     )
 
 
 def _from_slurm(environment: Mapping[str, str]) -> Rank:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    job = int(environment.get("SLURM_JOB_ID", "0"))
+    job = _number(environment, "SLURM_JOB_ID", 0)
     return Rank(
         rank=_number(environment, "SLURM_PROCID"),
         num_workers=_number(environment, "SLURM_NTASKS"),
         address=environment.get("MASTER_ADDR") or first_node(nodes),
-        port=int(environment.get("MASTER_PORT", FIRST_PORT + job % NUM_PORTS)),
-        local_rank=int(environment.get("SLURM_LOCALID", "0")),
+        port=_number(environment, "MASTER_PORT", FIRST_PORT + job % NUM_PORTS),
+        local_rank=_number(environment, "SLURM_LOCALID", 0),
     )
 
 
@@ -89,8 +89,8 @@ def first_node(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment[name]
+def _number(environment: Mapping[str, str], name: str, default: int = 0) -> int:
+    text = environment.get(name, str(default))
     if not text.isdecimal():
         raise BadInput(f"{name} must be a whole number, got {text!r}")
     return int(text)

@@ -2,76 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from loosestep.groups import world_group
 from loosestep.peers import Phase, peers_of
 from loosestep.trainer import checkpoint
-from loosestep.trainer.checkpoint import Manifest
+from loosestep.trainer.checkpoint import Manifest, complete
 from loosestep.trainer.loop import Worker, inner
-from loosestep.trainer.mistakes import BadInput
+from loosestep.trainer.mistakes import BadInput, one_line
 
 Part = dict[str, Any]
 
 
 def save(worker: Worker, run: Path) -> Path | None:
     """Write a checkpoint; all workers call it. Return its folder, on rank 0."""
-    folder, model = checkpoint.partial_folder(run, worker.step), inner(worker.sharing.model)
-    optimizer = worker.sharing.optimizer_state()
+    folder = checkpoint.partial_folder(run, worker.step)
     state: Part = {
-        "model": model.state_dict(),
-        "optimizer": optimizer,
+        "model": inner(worker.sharing.model).state_dict(),
+        "optimizer": worker.sharing.optimizer_state(),
         "sharing": worker.sharing.state_dict(),
         "seconds": worker.journal.now,
     }
-    said = _written(folder, state)
-    problems = [text for text in said if text.startswith("!")]
-    if problems:
-        raise BadInput(f"the checkpoint cannot be written: {problems[0][1:]}")
-    if dist.get_rank():
-        dist.barrier()
-        return None
-    manifest = Manifest(
+    hashes = _agreed(run, worker, lambda: checkpoint.write_part(folder, dist.get_rank(), state))
+    manifest = _manifest(worker, hashes)
+    keep = worker.settings.keep
+    _agreed(run, worker, lambda: "" if dist.get_rank() else str(complete(run, manifest, keep)))
+    return None if dist.get_rank() else checkpoint.whole_folder(run, worker.step)
+
+
+def _manifest(worker: Worker, hashes: list[str]) -> Manifest:
+    return Manifest(
         step=worker.step,
         num_workers=dist.get_world_size(),
-        model=checkpoint.shapes_of(model),
+        model=checkpoint.shapes_of(inner(worker.sharing.model)),
         strategy=str(worker.settings.spec),
         seed=worker.settings.seed,
         samples=worker.feed.position,
-        files={f"rank-{rank}.pt": digest for rank, digest in enumerate(said)},
+        files={f"rank-{rank}.pt": digest for rank, digest in enumerate(hashes)},
         settings=asdict(worker.settings),
     )
-    whole = checkpoint.complete(run, manifest, worker.settings.keep)
-    dist.barrier()
-    return whole
 
 
-def _written(folder: Path, state: Part) -> list[str]:
-    """Write this worker's part; return all workers' hashes, or ! and what went wrong."""
+def _agreed(run: Path, worker: Worker, write: Callable[[], str]) -> list[str]:
+    """Return what writing has given on all workers; raise on all where one could not write."""
     try:
-        mine = checkpoint.write_part(folder, dist.get_rank(), state)
-    except OSError as error:
-        mine = f"!{folder}: {error.strerror}"
-    except RuntimeError as error:  # torch's writer wraps what the system says
-        mine = f"!{folder}: {str(error).splitlines()[0]}"
+        mine = write()
+    except (OSError, RuntimeError) as error:  # torch's writer wraps what the system says
+        mine = f"!{getattr(error, 'strerror', None) or one_line(error)}"
     peers = peers_of(world_group()).during(Phase("writing a checkpoint"))
-    return [text.decode() for text in peers.exchange(mine.encode())]
+    said = [text.decode() for text in peers.exchange(mine.encode())]
+    problems = [text[1:] for text in said if text.startswith("!")]
+    if problems:
+        checkpoint.discard(run, worker.step)
+        raise BadInput(
+            f"the checkpoint of step {worker.step} cannot be written into {run}: {problems[0]}"
+        )
+    return said
 
 
 def resume(worker: Worker, place: str) -> None:
     """Go on from a checkpoint, with as many workers or another number of them."""
     folder = checkpoint.find(place)
     manifest = checkpoint.read_manifest(folder)
-    checkpoint.check_model(folder, manifest, inner(worker.sharing.model))
-    if manifest.seed != worker.settings.seed:
-        raise BadInput(
-            f"{folder}: its data is in the order of --seed {manifest.seed}, not of "
-            f"{worker.settings.seed}"
-        )
+    check_fits(folder, manifest, inner(worker.sharing.model), worker.settings.seed)
     same = manifest.num_workers == dist.get_world_size()
     part = _own_part(folder, manifest) if same else _mean_part(folder, manifest)
     inner(worker.sharing.model).load_state_dict(part["model"])
@@ -82,6 +81,15 @@ def resume(worker: Worker, place: str) -> None:
         worker.sharing.start_at(manifest.step)
     worker.step, worker.feed.position = manifest.step, manifest.samples
     worker.journal.inherit(checkpoint.run_of(folder), manifest.step, part["seconds"])
+
+
+def check_fits(folder: Path, manifest: Manifest, model: torch.nn.Module, seed: int) -> None:
+    """Raise unless a run can go on from a checkpoint; needs no workers."""
+    checkpoint.check_model(folder, manifest, model)
+    if manifest.seed != seed:
+        raise BadInput(
+            f"{folder}: its data is in the order of --seed {manifest.seed}, not of {seed}"
+        )
 
 
 def _own_part(folder: Path, manifest: Manifest) -> Part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -12,6 +13,7 @@ from loosestep.trainer.mistakes import BadInput, nearest
 from loosestep.trainer.specs import Spec, parse_levels, parse_spec
 
 TASKS = ("text", "images")
+MOST_SEEDS = 1 << 31
 
 
 def option(default: Any, group: str, text: str, metavar: str = "N") -> Any:
@@ -117,11 +119,13 @@ def _check_numbers(settings: Settings) -> None:
     positive += "steps tokens seconds workers hosts data_bytes".split()
     for name in positive:
         value = getattr(settings, name)
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise BadInput(f"{_flag(name)} must be more than 0, got {value}")
     for name in "lr_warmup lr_floor weight_decay clip eval_every save_every".split():
-        if getattr(settings, name) < 0:
+        if not 0 <= getattr(settings, name) < math.inf:
             raise BadInput(f"{_flag(name)} must not be less than 0, got {getattr(settings, name)}")
+    if not 0 <= settings.seed < MOST_SEEDS:
+        raise BadInput(f"--seed must be from 0 to {MOST_SEEDS - 1}, got {settings.seed}")
 
 
 def _check_choices(settings: Settings) -> None:
@@ -178,24 +182,28 @@ def _from_toml(path: str, name: str, value: Any) -> Any:
     if name == "levels" and isinstance(value, dict):
         return ",".join(f"{level}={period}" for level, period in value.items())
     if name == "data":
-        return tuple([value] if isinstance(value, str) else value)
-    kind = _kind(next(f for f in fields(Settings) if f.name == name))
-    if isinstance(value, bool) != (kind is bool) or not isinstance(value, (kind, int)):
+        return _data_from_toml(path, [value] if isinstance(value, str) else value)
+    kind = kind_of(next(f for f in fields(Settings) if f.name == name))
+    allowed = (int, float) if kind is float else kind
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, allowed):
         raise BadInput(f"{path}: {name} must be of type {kind.__name__}, got {value!r}")
     return value
 
 
-def _kind(setting: Field[Any]) -> type:
+def _data_from_toml(path: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(source, str) for source in value):
+        raise BadInput(f"{path}: data must be a name or a list of names, got {value!r}")
+    return tuple(value)
+
+
+def kind_of(setting: Field[Any]) -> type:
     """Return the type of a setting's values.
 
-    >>> _kind(next(f for f in options() if f.name == "seconds"))
+    >>> kind_of(next(f for f in options() if f.name == "seconds"))
     <class 'float'>
     """
     text = str(setting.type).split(" |")[0]
     return {"int": int, "float": float, "bool": bool}.get(text, str)
-
-
-kind_of = _kind
 
 
 def default_of(setting: Field[Any]) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ SHORT = {
     "warmup": "warmup_steps",
     "levels": "periods",
 }
+LEVELS = ("host", "world")  # those of Topology.from_hosts
 Value = str | int | float | bool | None | Mapping[str, int]
 
 
@@ -118,17 +119,32 @@ def arguments_of(
         key = SHORT.get(given, given)
         if key in wanted:
             arguments[key] = _converted(f"{name}: {given}", wanted[key], key, value)
-        elif by_level is not None and isinstance(value, int):
+        elif by_level is not None and given in LEVELS and isinstance(value, int):
             arguments.setdefault(by_level, {})[given] = value
         else:
-            long_names = {long: short for short, long in SHORT.items()}
-            known = [long_names.get(key, key) for key in wanted]
-            raise BadInput(
-                f"strategy {name!r} has no option {given!r}{nearest(given, [*known, *wanted])}; "
-                f"it has {', '.join(known) or 'none'}"
-            )
+            raise _no_option(name, given, [*wanted, *(LEVELS if by_level else ())])
     _check_required(name, recipe, arguments)
+    _check_levels(name, arguments)
     return arguments
+
+
+def _no_option(name: str, given: str, wanted: Sequence[str]) -> BadInput:
+    long_names = {long: short for short, long in SHORT.items()}
+    known = [long_names.get(key, key) for key in wanted]
+    return BadInput(
+        f"strategy {name!r} has no option {given!r}{nearest(given, [*known, *wanted])}; "
+        f"it has {', '.join(known) or 'none'}"
+    )
+
+
+def _check_levels(name: str, arguments: Mapping[str, Any]) -> None:
+    given = [*arguments.get("periods", ()), arguments.get("gradients") or LEVELS[0]]
+    for level in given:
+        if level not in LEVELS:
+            raise BadInput(
+                f"strategy {name!r}: there is no level {level!r}{nearest(level, LEVELS)}; there "
+                f"are {' and '.join(LEVELS)}"
+            )
 
 
 def _check_required(name: str, recipe: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
@@ -170,7 +186,8 @@ def _converted(what: str, hint: Any, key: str, value: Value) -> Any:
     if value is None or isinstance(value, Mapping):
         return value
     kinds = tuple(kind for kind in allowed if isinstance(kind, type))
-    if isinstance(value, kinds) or (isinstance(value, int) and float in kinds):
+    fits = isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
+    if fits and isinstance(value, bool) == (bool in kinds):
         return value
     wanted = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
     raise BadInput(f"strategy {what} must be of type {wanted}, got {value!r}")

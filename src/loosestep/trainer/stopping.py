@@ -32,14 +32,16 @@ class Stopping:
         self._held = False
         self._changed = threading.Condition()
         self._asked, self._closed = threading.Event(), threading.Event()
-        self.reason = ""
+        self.reason = ""  # the one that all agreed on
+        self._wanted = ""  # this worker's
         self._thread = threading.Thread(target=self._watch, name="loosestep stop", daemon=True)
         self._thread.start()
 
     def ask(self, reason: str) -> None:
         """Ask all workers to stop soon."""
-        self.reason = self.reason or reason
-        self._asked.set()
+        if not self._wanted:  # a second set() from a signal handler could meet the first
+            self._wanted = reason
+            self._asked.set()
 
     def may_begin(self) -> bool:
         """Say whether another step is to be taken, before it begins."""
@@ -58,11 +60,18 @@ class Stopping:
 
     def _watch(self) -> None:
         while not self._closed.is_set():
-            if self._asked.wait(POLL_SECONDS):
-                self._store.set(ASKED, self.reason)
-            elif not self._store.check([ASKED]):
-                continue
-            self.reason = self._store.get(ASKED).decode()
+            asked = self._asked.wait(POLL_SECONDS)
+            try:
+                if asked:  # the first to ask says why
+                    self.reason = self._store.compare_set(ASKED, "", self._wanted).decode()
+                elif self._store.check([ASKED]):
+                    self.reason = self._store.get(ASKED).decode()
+                else:
+                    continue
+            except RuntimeError:  # the store has ended with its worker
+                if not asked:
+                    return
+                self.reason = self._wanted
             self._agree()
             return
 

@@ -67,12 +67,12 @@ class Feed:
     """One worker's batches: at every step the next samples of the order, shared out."""
 
     def __init__(self, order: Order, *, rank: int, num_workers: int, batch: int) -> None:
-        self._order, self._rank, self._num_workers, self._batch = order, rank, num_workers, batch
+        self._order, self._rank, self._batch = order, rank, batch
+        self.together = num_workers * batch  # samples that all workers use at once
         self.position = 0  # samples that all workers have used together
 
     def next(self) -> torch.Tensor:
         """Return the numbers of this worker's next samples."""
-        together = self._num_workers * self._batch
-        numbers = self._order.take(self.position, together)
-        self.position += together
+        numbers = self._order.take(self.position, self.together)
+        self.position += self.together
         return numbers[self._rank * self._batch : (self._rank + 1) * self._batch]

@@ -1,7 +1,8 @@
 """One worker process: join the others, train, and leave nothing half done.
 
 It is started by ``launch`` on this machine, by torchrun or by SLURM; who it is stands in its
-environment (``ranks``). An error of the user's is one line on stderr and exit code 2.
+environment (``ranks``). Whatever goes wrong is one line on stderr: exit code 2 if it is the user's
+to mend, else 1.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,21 +25,20 @@ from loosestep.telemetry import Telemetry, TensorBoard
 from loosestep.topology import Topology
 from loosestep.trainer import saving
 from loosestep.trainer.contenders import make_sharing
-from loosestep.trainer.images import read_images
+from loosestep.trainer.images import Images, read_images
 from loosestep.trainer.journal import Journal
 from loosestep.trainer.loop import Worker, make_feed, plan_optimizer
-from loosestep.trainer.mistakes import BadInput
+from loosestep.trainer.mistakes import FAILED, STOPPED, USER_ERROR, BadInput, one_line
 from loosestep.trainer.orders import Orders
 from loosestep.trainer.ranks import Rank
 from loosestep.trainer.settings import Settings
 from loosestep.trainer.sharing import levels_of
 from loosestep.trainer.stopping import Stopping
 from loosestep.trainer.tasks import Task
-from loosestep.trainer.text import read_text
+from loosestep.trainer.text import Text, read_text
 from loosestep.trainer.transformer import Shape
 
 INTERRUPTED, FINISHED = "interrupted", "finished"
-USER_ERROR, FAILED, STOPPED = 2, 1, 130  # exit codes
 
 
 def read_task(settings: Settings) -> Task:
@@ -47,6 +49,11 @@ def read_task(settings: Settings) -> Task:
         context=settings.context, width=settings.width, depth=settings.depth, heads=settings.heads
     )
     return read_text(settings.data, settings.data_bytes, shape)
+
+
+def unit_of(settings: Settings) -> str:
+    """Return what is counted, before any data is read."""
+    return Images.unit if settings.task == "images" else Text.unit
 
 
 def check_enough(task: Task, num_workers: int) -> None:
@@ -77,7 +84,7 @@ def join(rank: Rank, timeout: float) -> None:
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
-        problem = str(error).strip().splitlines()[0]
+        problem = one_line(error)
     if "EADDRINUSE" in problem or "address already in use" in problem:
         raise BadInput(f"port {rank.port} of {rank.address} is in use; set MASTER_PORT to another")
     if problem:
@@ -93,18 +100,10 @@ def prepare(orders: Orders, task: Task, undo: ExitStack) -> Worker:
     torch.manual_seed(settings.seed)
     model = task.make_model()
     topology = levels_of(size, settings.hosts) or Topology.from_hosts(timeout=settings.timeout)
-    journal = Journal(
-        orders.folder,
-        rank,
-        tensorboard=TensorBoard(orders.folder / f"tensorboard-{rank}")
-        if settings.tensorboard
-        else None,
-        tracing=settings.trace,
-    )
+    journal = open_journal(orders, rank)
     undo.callback(journal.close)
-    sharing = make_sharing(
-        settings, model, plan_optimizer(model, settings), topology, Telemetry([journal])
-    )
+    optimizer = plan_optimizer(model, settings)
+    sharing = make_sharing(settings, model, optimizer, topology, Telemetry([journal]))
     undo.callback(sharing.close)
     if settings.compile:
         sharing.model.compile()
@@ -112,8 +111,7 @@ def prepare(orders: Orders, task: Task, undo: ExitStack) -> Worker:
     stopping = Stopping(store, rank, size, settings.timeout)
     undo.callback(stopping.close)
     feed = make_feed(task, settings, rank, size)
-    samples = size * settings.batch * settings.accumulate
-    num_steps = settings.num_steps(samples * task.units_per_sample)
+    num_steps = settings.num_steps(feed.together * settings.accumulate * task.units_per_sample)
     worker = Worker(settings, task, sharing, journal, stopping, feed, num_steps)
     if settings.resume is not None:
         saving.resume(worker, settings.resume)
@@ -122,23 +120,30 @@ def prepare(orders: Orders, task: Task, undo: ExitStack) -> Worker:
     return worker
 
 
+def open_journal(orders: Orders, rank: int) -> Journal:
+    """Open a worker's files."""
+    board = None
+    if orders.settings.tensorboard:
+        board = TensorBoard(orders.folder / f"tensorboard-{rank}")
+    return Journal(orders.folder, rank, tensorboard=board, tracing=orders.settings.trace)
+
+
 def train(worker: Worker, orders: Orders) -> int:
     """Train until the end, or until somebody asks to stop."""
     with listening(worker.stopping):
         dist.barrier()
         worker.journal.begin()
-        reason = FINISHED
         try:
             _steps(worker, orders)
-            reason = worker.stopping.reason or FINISHED
+            # All end at the same step, so all come to the same answer.
+            finished = worker.num_steps is not None and worker.step >= worker.num_steps
+            reason = FINISHED if finished else worker.stopping.reason
             _end(worker, orders, reason)
         except BaseException as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            with suppress(OSError):  # the disk may be full
+                _write_end(worker, one_line(error))
             raise
-        finally:
-            worker.journal.event(
-                "end", step=worker.step, reason=reason, uplink=worker.journal.uplink
-            )
+        _write_end(worker, reason)
     return STOPPED if reason == INTERRUPTED else 0
 
 
@@ -168,13 +173,18 @@ def _end(worker: Worker, orders: Orders, reason: str) -> None:
         _save(worker, orders)
 
 
+def _write_end(worker: Worker, reason: str) -> None:
+    journal = worker.journal
+    journal.event("end", step=worker.step, reason=reason, uplink=journal.uplink)
+
+
 def _write_step(worker: Worker, loss: float) -> None:
     journal = worker.journal
     journal.event(
         "step",
         step=worker.step,
         loss=loss,
-        lr=worker.rate(),
+        lr=worker.sharing.optimizer.param_groups[0]["lr"],
         tokens=worker.tokens,
         seconds_waited=journal.seconds_waited,
         next_sync=worker.sharing.next_sync(worker.step),
@@ -204,13 +214,15 @@ def _save(worker: Worker, orders: Orders) -> None:
 @contextmanager
 def listening(stopping: Stopping) -> Iterator[None]:
     """Stop with a checkpoint at the first Ctrl-C or SIGTERM, and at once at the second."""
+    heard: list[int] = []
 
-    def heard(*_: object) -> None:
-        if stopping.reason:
+    def hear(number: int, _: object) -> None:
+        heard.append(number)  # of this process: others may have asked before, for any reason
+        if len(heard) > 1:
             os._exit(STOPPED)
         stopping.ask(INTERRUPTED)
 
-    before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
@@ -219,12 +231,32 @@ def listening(stopping: Stopping) -> Iterator[None]:
 
 
 def run(orders: Orders, rank: Rank) -> int:
-    """Train; turn errors that a user can mend into one line and an exit code."""
+    """Train; turn whatever goes wrong into one line and an exit code."""
     try:
         return work(orders, rank)
+    except KeyboardInterrupt:  # before there was anything to save
+        return STOPPED
     except BadInput as error:
-        print(f"loosestep: {error}", file=sys.stderr, flush=True)
-        return USER_ERROR
+        return _say(str(error), USER_ERROR)
     except LoosestepError as error:
-        print(f"loosestep: worker {rank.rank}: {error}", file=sys.stderr, flush=True)
-        return FAILED
+        return _say(f"worker {rank.rank}: {one_line(error)}", FAILED)
+    except OSError as error:
+        return _say(f"worker {rank.rank}, {orders.folder}: {one_line(error)}", FAILED)
+    except Exception as error:
+        story = _keep_story(orders.folder, rank)
+        return _say(f"worker {rank.rank} failed: {one_line(error)} ({story})", FAILED)
+
+
+def _say(text: str, code: int) -> int:
+    print(f"loosestep: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+def _keep_story(folder: Path, rank: Rank) -> str:
+    """Write the traceback of what is being handled; return where it is, or itself."""
+    path = folder / f"rank-{rank.rank}.error"
+    try:
+        path.write_text(traceback.format_exc(), encoding="utf-8")
+    except OSError:
+        return " ".join(traceback.format_exc().split())
+    return f"the whole story is in {path}"
