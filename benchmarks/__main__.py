@@ -8,7 +8,17 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import averaging, codecs, feedback, growth, idle, link, zero, zero_link
+from benchmarks import (
+    averaging,
+    codecs,
+    feedback,
+    growth,
+    idle,
+    link,
+    training,
+    zero,
+    zero_link,
+)
 from benchmarks.report import write
 
 BENCHMARKS = {
@@ -18,6 +28,7 @@ BENCHMARKS = {
     "growth": growth.run,
     "idle": idle.run,
     "link": link.run,
+    "training": training.run,
     "zero": zero.run,
     "zero_link": zero_link.run,
 }

@@ -127,7 +127,7 @@ def overlap(rounds: int) -> dict[str, list[float]]:
 
 @torch.no_grad()
 def _copy_and_add(net: torch.nn.Module, copies: list[torch.Tensor]) -> float:
-    parameters = list(net.parameters())
+    parameters: list[torch.Tensor] = list(net.parameters())
     dist.barrier()
     began = time.perf_counter()
     torch._foreach_copy_(copies, parameters)

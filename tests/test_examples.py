@@ -1,7 +1,6 @@
 """The scripts in examples/ run as their first lines say."""
 
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -39,26 +38,3 @@ def test_script_runs_under_torchrun(name: str, said: str):
     output = run(*TORCHRUN, str(EXAMPLES / name), "--steps", "29")
     assert "loss" in output
     assert said in output
-
-
-def test_demo_shows_every_strategy():
-    output = run(str(EXAMPLES / "demo.py"), "--steps", "17", "--workers", "2")
-    for name in ("ddp", "post_local_sgd", "hierarchical_sgd"):
-        assert output.count(name) >= 2, output  # a bar and a row
-    assert "100%" in output
-
-
-@pytest.mark.parametrize(
-    ("argument", "answer"),
-    [("--help", "--workers 4"), ("--steps=0", "--steps must be >= 1, got 0")],
-)
-def test_demo_explains_itself(
-    argument: str,
-    answer: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    monkeypatch.setattr(sys, "argv", ["demo.py", argument])
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(EXAMPLES / "demo.py"), run_name="__main__")
-    assert answer in "".join(capsys.readouterr())
