@@ -96,10 +96,12 @@ class Team:
     def interrupt(self) -> None:
         """Ask all to save and end; the second time end them at once."""
         self.interrupts += 1
+        # SIGTERM, since a shell's background jobs start out with SIGINT ignored.
+        number = signal.SIGTERM if self.interrupts == 1 else signal.SIGKILL
         for process in self.processes:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGINT if self.interrupts == 1 else signal.SIGKILL)
+                    process.send_signal(number)
 
     def wait(self, watch: Callable[[], None]) -> Outcome:
         """Return when all have ended; ``watch`` is called now and then."""
@@ -137,7 +139,7 @@ class Team:
     def _outcome(self) -> Outcome:
         if self.interrupts > 1:
             return Outcome(STOPPED, "ended at once; nothing more was saved")
-        stops = (0, STOPPED, -signal.SIGINT) if self.interrupts else (0, STOPPED)
+        stops = (0, STOPPED, -signal.SIGTERM) if self.interrupts else (0, STOPPED)
         codes = self._codes()
         failed = {rank: code for rank, code in codes.items() if code not in stops}
         if not failed:
