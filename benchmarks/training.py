@@ -2,8 +2,9 @@
 
 The hosts are network namespaces. In one run, seed by seed: computing alone (the floor), DDP,
 PyTorch's hierarchical averaging with gradients shared inside a host, and loosestep at the same
-periods. Seconds a step, from the first to the last; held-out loss after the tokens that DDP has seen; and the time to the loss that DDP reaches with them. Learning rates are constant after a
-warm-up, so that those who may train longer have trained alike until then. Time and bytes of
+periods. Measured are seconds a step, from the first to the last; the held-out loss after the tokens
+that DDP has seen; and the time to the loss that DDP reaches with them. Learning rates are constant
+after a warm-up, so that those who may train longer have trained alike until then. Time and bytes of
 evaluations are left out.
 """
 
@@ -55,7 +56,7 @@ SETTINGS = Settings(
     depth=6,
     heads=6,
     context=128,
-    batch=4,
+    batch=3,
     lr=1e-3,
     lr_warmup=8,
     lr_floor=1.0,
