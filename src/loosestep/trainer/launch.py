@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, Protocol
 
-from loosestep.trainer.mistakes import FAILED, STOPPED, USER_ERROR, BadInput
+from loosestep.trainer.mistakes import FAILED, LOST, STOPPED, USER_ERROR, BadInput
 from loosestep.trainer.orders import Orders
 from loosestep.trainer.ranks import Rank
 
@@ -144,9 +144,10 @@ class Team:
         failed = {rank: code for rank, code in codes.items() if code not in stops}
         if not failed:
             return Outcome(0 if set(codes.values()) == {0} and not self.killed else STOPPED)
-        # A user's error and a signal explain the others' failures, and not the other way round.
-        rank = min(failed, key=lambda r: (failed[r] != USER_ERROR, failed[r] > 0, r))
-        return Outcome(max(failed[rank], FAILED), self._story(rank, failed[rank]))
+        # What explains the others' failures comes first: a user's error, a signal.
+        rank = min(failed, key=lambda r: (_weight(failed[r]), r))
+        code = USER_ERROR if failed[rank] == USER_ERROR else FAILED
+        return Outcome(code, self._story(rank, failed[rank]))
 
     def _story(self, rank: int, code: int) -> str:
         lines = [line for line in self.said[rank] if line.strip()]
@@ -156,6 +157,10 @@ class Team:
         how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"failed with code {code}"
         last = f": {lines[-1]}" if lines else ""
         return f"worker {rank} {how}{last}"
+
+
+def _weight(code: int) -> int:
+    return 1 if code < 0 else {USER_ERROR: 0, LOST: 3}.get(code, 2)
 
 
 def run_here(

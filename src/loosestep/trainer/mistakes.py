@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 USER_ERROR, FAILED, STOPPED = 2, 1, 130  # exit codes
+LOST = 3  # of a worker that has lost another, which says more about what happened
 
 
 class BadInput(Exception):

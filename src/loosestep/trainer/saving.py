@@ -55,8 +55,7 @@ def _agreed(run: Path, worker: Worker, write: Callable[[], str]) -> list[str]:
         mine = write()
     except (OSError, RuntimeError) as error:  # torch's writer wraps what the system says
         mine = f"!{getattr(error, 'strerror', None) or one_line(error)}"
-    peers = peers_of(world_group()).during(Phase("writing a checkpoint"))
-    said = [text.decode() for text in peers.exchange(mine.encode())]
+    said = _exchanged(mine, "writing a checkpoint")
     problems = [text[1:] for text in said if text.startswith("!")]
     if problems:
         checkpoint.discard(run, worker.step)
@@ -66,13 +65,18 @@ def _agreed(run: Path, worker: Worker, write: Callable[[], str]) -> list[str]:
     return said
 
 
+def _exchanged(mine: str, doing: str) -> list[str]:
+    peers = peers_of(world_group()).during(Phase(doing))
+    return [text.decode() for text in peers.exchange(mine.encode())]
+
+
 def resume(worker: Worker, place: str) -> None:
     """Go on from a checkpoint, with as many workers or another number of them."""
     folder = checkpoint.find(place)
     manifest = checkpoint.read_manifest(folder)
     check_fits(folder, manifest, inner(worker.sharing.model), worker.settings.seed)
     same = manifest.num_workers == dist.get_world_size()
-    part = _own_part(folder, manifest) if same else _mean_part(folder, manifest)
+    part = _read(folder, manifest, _own_part if same else _mean_part)
     inner(worker.sharing.model).load_state_dict(part["model"])
     worker.sharing.optimizer.load_state_dict(part["optimizer"])
     if same and manifest.strategy == str(worker.settings.spec):
@@ -90,6 +94,19 @@ def check_fits(folder: Path, manifest: Manifest, model: torch.nn.Module, seed: i
         raise BadInput(
             f"{folder}: its data is in the order of --seed {manifest.seed}, not of {seed}"
         )
+
+
+def _read(folder: Path, manifest: Manifest, read: Callable[[Path, Manifest], Part]) -> Part:
+    """Read a part; raise on all workers where one could not, before any has written anything."""
+    part: Part = {}
+    problem = ""
+    try:
+        part = read(folder, manifest)
+    except BadInput as error:
+        problem = str(error)
+    for text in filter(None, _exchanged(problem, "reading a checkpoint")):
+        raise BadInput(text)
+    return part
 
 
 def _own_part(folder: Path, manifest: Manifest) -> Part:

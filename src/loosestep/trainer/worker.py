@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from loosestep.errors import LoosestepError
+from loosestep.errors import LoosestepError, PeerLost
 from loosestep.telemetry import Telemetry, TensorBoard
 from loosestep.topology import Topology
 from loosestep.trainer import saving
@@ -28,7 +28,7 @@ from loosestep.trainer.contenders import make_sharing
 from loosestep.trainer.images import Images, read_images
 from loosestep.trainer.journal import Journal
 from loosestep.trainer.loop import Worker, make_feed, plan_optimizer
-from loosestep.trainer.mistakes import FAILED, STOPPED, USER_ERROR, BadInput, one_line
+from loosestep.trainer.mistakes import FAILED, LOST, STOPPED, USER_ERROR, BadInput, one_line
 from loosestep.trainer.orders import Orders
 from loosestep.trainer.ranks import Rank
 from loosestep.trainer.settings import Settings
@@ -238,13 +238,17 @@ def run(orders: Orders, rank: Rank) -> int:
         return STOPPED
     except BadInput as error:
         return _say(str(error), USER_ERROR)
+    except PeerLost as error:
+        return _say(f"worker {rank.rank}: {one_line(error)}", LOST)
     except LoosestepError as error:
         return _say(f"worker {rank.rank}: {one_line(error)}", FAILED)
     except OSError as error:
-        return _say(f"worker {rank.rank}, {orders.folder}: {one_line(error)}", FAILED)
+        place = error.filename or orders.folder
+        return _say(f"worker {rank.rank}: {place}: {error.strerror or one_line(error)}", FAILED)
     except Exception as error:
         story = _keep_story(orders.folder, rank)
-        return _say(f"worker {rank.rank} failed: {one_line(error)} ({story})", FAILED)
+        code = LOST if "gloo" in str(error).lower() else FAILED
+        return _say(f"worker {rank.rank} failed: {one_line(error)} ({story})", code)
 
 
 def _say(text: str, code: int) -> int:

@@ -1,0 +1,113 @@
+"""``loosestep compare``, ``report`` and ``doctor`` as a user runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from loosestep.lab import missing
+from loosestep.runs import read_run
+from tests.commands import TINY, Done, call, command, read_json
+
+needs_namespaces = pytest.mark.skipif(bool(missing()), reason=missing())
+OURS = "post_local_sgd:period=4,warmup=0,wire=int8,gradients=none"
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path]:
+    """Two contenders on two hosts that are one machine, with a worker each."""
+    folder = tmp_path_factory.mktemp("compare")
+    files = ("--json", folder / "table.json", "--report", folder / "page.html")
+    options = ("--workers-per-host", "1", "--steps", "24", "--out", folder / "runs")
+    return call("compare", OURS, "torch-ddp", *TINY, *options, *files), folder
+
+
+def test_a_comparison_shows_a_row_for_every_contender(compared: tuple[Done, Path]):
+    done, folder = compared
+    assert (done.code, done.err) == (0, "")
+    assert "the loopback between them" in done.out
+    ours, theirs = read_json(folder / "table.json")
+    assert (ours["strategy"], theirs["strategy"]) == (OURS, "torch-ddp")
+    assert ours["steps"] == theirs["steps"] == 24
+    assert ours["bytes_that_left_a_host"] is None
+    assert 0 <= ours["share_of_time_waiting"] <= 1
+    assert ours["final_loss"] == pytest.approx(theirs["final_loss"], abs=0.3)
+    assert f"{theirs['final_loss']:.3f}" in done.out
+
+
+def test_contenders_send_what_their_strategy_says(compared: tuple[Done, Path]):
+    ours, theirs = read_json(compared[1] / "table.json")
+    parameters = read_run(compared[1] / "runs" / "02-torch-ddp").info.num_parameters
+    # DDP sends 4 bytes a parameter and step: 2 (n - 1) / n of them with n = 2 workers.
+    assert theirs["bytes_sent_per_worker"] == pytest.approx(4 * parameters * 24, rel=0.02)
+    # Ours a byte and its scale, at every fourth step.
+    assert ours["bytes_sent_per_worker"] < theirs["bytes_sent_per_worker"] / 12
+
+
+def test_contenders_start_from_the_same_model_and_data(compared: tuple[Done, Path]):
+    runs = [read_run(run) for run in sorted((compared[1] / "runs").iterdir()) if run.is_dir()]
+    first = [[run.of("step", rank)[0]["loss"] for rank in (0, 1)] for run in runs]
+    assert first[0] == first[1]
+    assert runs[0].info.data == runs[1].info.data
+    assert runs[0].info.topology == {"host": [[0], [1]], "world": [[0, 1]]}
+
+
+def test_a_comparison_writes_a_report_and_another_can_be_made(compared: tuple[Done, Path]):
+    folder = compared[1]
+    page = (folder / "page.html").read_text()
+    assert OURS in page
+    assert "torch-ddp" in page
+    done = call("report", folder / "runs", "--output", folder / "again.html")
+    assert (done.code, done.err) == (0, "")
+    assert "torch-ddp" in (folder / "again.html").read_text()
+
+
+def namespaces() -> set[str]:
+    found = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return {line.split()[0] for line in found.stdout.splitlines() if line.strip()}
+
+
+def processes_about(text: str) -> list[str]:
+    """Return the processes that have a text in their command or environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                about = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+            except OSError:
+                continue  # it has ended
+            if text.encode() in about:
+                found.append(entry.name)
+    return found
+
+
+@needs_namespaces
+def test_emulated_hosts_count_what_leaves_them_and_leave_nothing(tmp_path: Path):
+    before = namespaces()
+    mark = {"LOOSESTEP_TEST_MARK": str(tmp_path)}
+    options = ("--link", "100mbit", "--workers-per-host", "1", "--steps", "24")
+    files = ("--json", tmp_path / "table.json", "--out", tmp_path / "runs")
+    done = command("compare", "torch-ddp", *TINY, *options, *files, environment=mark)
+    assert (done.code, done.err) == (0, "")
+    assert "uplinks of 100mbit" in done.out
+    (row,) = read_json(tmp_path / "table.json")
+    run = read_run(tmp_path / "runs" / "01-torch-ddp")
+    assert run.info.link == {"rate": "100mbit", "hosts": 2, "workers_per_host": 1}
+    payload = 4 * run.info.num_parameters * 24
+    assert row["bytes_sent_per_worker"] == pytest.approx(payload, rel=0.02)
+    # The kernel counts headers and acknowledgements too, and not the evaluation.
+    assert payload < row["bytes_that_left_a_host"] < 1.3 * payload
+    assert namespaces() <= before
+    assert processes_about(str(tmp_path)) == []
+
+
+def test_the_doctor_measures_and_recommends(tmp_path: Path):
+    done = call("doctor", "--workers", "2", "--json", tmp_path / "found.json")
+    assert (done.code, done.err) == (0, "")
+    found = read_json(tmp_path / "found.json")
+    assert found["machine"]
+    assert found["links"]
+    assert found["recommendation"]

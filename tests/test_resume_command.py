@@ -1,0 +1,90 @@
+"""Runs that are interrupted or killed, and go on as if they had not been."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from loosestep.runs import read_run
+from loosestep.trainer import checkpoint
+from tests.commands import (
+    TINY,
+    alive,
+    begun,
+    call,
+    command,
+    final_loss,
+    losses,
+    reasons,
+    steps_in,
+    until,
+    workers_of,
+)
+
+# Averages begin after steps 8, 16, ... and arrive three steps later: at 50 one is on its way.
+STRATEGY = "post_local_sgd:period=8,warmup=0,wire=int4,overlap=3,gradients=none"
+STEPS, IN_FLIGHT = 400, 50
+ARGUMENTS = (
+    *("train", *TINY, "--strategy", STRATEGY, "--steps", str(STEPS)),
+    *("--eval-every", "200", "--save-every", str(IN_FLIGHT), "--keep", "99"),
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert call(*ARGUMENTS, "--out", folder).code == 0
+    return folder
+
+
+def test_a_run_goes_on_from_an_average_that_was_on_its_way(whole: Path, tmp_path: Path):
+    start = whole / f"checkpoints/step-{IN_FLIGHT:08d}"
+    state = checkpoint.read_part(start, checkpoint.read_manifest(start), 0)
+    assert state["sharing"]["flight"]["step"] == 48
+    done = command("train", "--resume", start, "--out", tmp_path / "again")
+    assert (done.code, done.err) == (0, "")
+    for rank in (0, 1):
+        assert len(losses(whole, rank)) == STEPS
+        assert losses(tmp_path / "again", rank) == losses(whole, rank)
+    assert final_loss(tmp_path / "again") == final_loss(whole)
+
+
+def test_an_interrupted_run_saves_and_goes_on_to_the_same_losses(whole: Path, tmp_path: Path):
+    folder = tmp_path / "run"
+    with begun(*ARGUMENTS, "--save-every", "0", "--out", folder) as process:
+        until(lambda: steps_in(folder) > 20)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "")
+    assert f"stopped: loosestep train --resume {folder} goes on" in out
+    assert reasons(folder) == ["interrupted", "interrupted"]
+    stopped = [max(losses(folder, rank)) for rank in (0, 1)]
+    assert stopped[0] == stopped[1] < STEPS
+    assert checkpoint.read_manifest(checkpoint.find(str(folder))).step == stopped[0]
+    done = call("train", "--resume", folder, "--out", tmp_path / "again")
+    assert (done.code, done.err) == (0, "")
+    for rank in (0, 1):
+        assert losses(tmp_path / "again", rank) == losses(whole, rank)
+    times = [record["at"] for record in read_run(tmp_path / "again").of("step")]
+    assert times == sorted(times)
+
+
+def test_a_killed_run_leaves_no_worker_and_goes_on_with_more_workers(whole: Path, tmp_path: Path):
+    folder = tmp_path / "run"
+    with begun(*ARGUMENTS, "--out", folder) as process:
+        until(lambda: checkpoint.has_checkpoint(folder))
+        workers = workers_of(process.pid)
+        assert len(workers) == 2
+        process.kill()
+        until(lambda: not any(alive(worker) for worker in workers), seconds=10)
+    assert max(losses(folder)) < STEPS
+    done = call("train", "--resume", folder, "--workers", "3", "--out", tmp_path / "again")
+    assert (done.code, done.err) == (0, "")
+    run = read_run(tmp_path / "again")
+    assert sorted(run.records) == [0, 1, 2]
+    assert [record["step"] for record in run.of("step")] == list(range(1, STEPS + 1))
+    tokens = [record["tokens"] for record in run.of("step")]
+    assert tokens[-1] - tokens[-2] == 3 * 2 * 32
+    assert final_loss(tmp_path / "again") == pytest.approx(final_loss(whole), abs=0.15)

@@ -1,0 +1,204 @@
+"""``loosestep train`` as a user runs it, with real workers."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loosestep.runs import read_run
+from tests.commands import (
+    MODULE,
+    TINY,
+    Done,
+    alive,
+    begun,
+    call,
+    command,
+    losses,
+    read_json,
+    reasons,
+    steps_in,
+    until,
+    workers_of,
+)
+
+# One run with every option that only adds to what is written
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path]:
+    folder = tmp_path_factory.mktemp("train") / "run"
+    options = ("--accumulate", "2", "--bf16", "--tensorboard", "--trace", "--eval-every", "5")
+    strategy = ("--strategy", "post_local_sgd:period=4,warmup=2", "--wire", "int8")
+    done = command("train", *TINY, *strategy, *options, "--steps", "14", "--out", folder)
+    return done, folder
+
+
+def test_training_ends_well_and_says_what_to_do_next(everything: tuple[Done, Path]):
+    done, folder = everything
+    assert (done.code, done.err) == (0, "")
+    assert f"done: loosestep report {folder}" in done.out
+
+
+def test_a_run_can_be_read_back(everything: tuple[Done, Path]):
+    run = read_run(everything[1])
+    assert run.info.strategy == "post_local_sgd:period=4,warmup=2,wire=int8"
+    assert run.info.num_workers == 2
+    assert run.info.steps == 14
+    assert run.info.tokens_per_step == 2 * 2 * 2 * 32  # workers, micro-batches, samples, bytes
+    assert run.info.data["name"] == "Python standard library"
+    assert run.info.data["bytes"] == 60_000
+    for rank in (0, 1):
+        steps = run.of("step", rank)
+        assert [record["step"] for record in steps] == list(range(1, 15))
+        assert steps[-1]["tokens"] == 14 * 256
+        assert run.of("end", rank)[-1]["reason"] == "finished"
+    assert [record["step"] for record in run.of("eval")] == [5, 10, 14]
+    assert run.of("eval")[-1]["loss"] < run.of("eval")[0]["loss"] < math.log(256) + 0.2
+
+
+def test_the_rate_that_is_written_is_that_of_the_step(everything: tuple[Done, Path]):
+    rates = [record["lr"] for record in read_run(everything[1]).of("step")]
+    assert rates == pytest.approx([2e-3 * step / 20 for step in range(1, 15)])  # still growing
+
+
+def test_gradients_are_shared_during_the_warm_up_and_parameters_after_it(
+    everything: tuple[Done, Path],
+):
+    syncs = [(r["step"], r["kind"], r["level"]) for r in read_run(everything[1]).of("sync")]
+    assert [s for s in syncs if s[1:] == ("gradients", "world")] == [
+        (step, "gradients", "world") for step in (0, 1)
+    ]
+    assert [s[0] for s in syncs if s[1] == "parameters"] == [6, 10, 14]
+
+
+def test_a_trace_shows_computing_sending_and_waiting_of_every_worker(
+    everything: tuple[Done, Path],
+):
+    for rank in (0, 1):
+        events = read_json(everything[1] / f"trace-{rank}.json")["traceEvents"]
+        spans = [event for event in events if event["ph"] == "X"]
+        assert {span["name"].split()[0] for span in spans} == {"compute", "send", "wait"}
+        assert {event["pid"] for event in events} == {rank}
+        assert all(span["dur"] >= 0 and span["ts"] >= 0 for span in spans)
+
+
+def test_tensorboard_gets_losses_and_traffic(everything: tuple[Done, Path]):
+    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+        EventAccumulator,
+    )
+
+    board = EventAccumulator(str(everything[1] / "tensorboard-0"))
+    board.Reload()
+    assert len(board.Scalars("loss/training")) == 14
+    assert [scalar.step for scalar in board.Scalars("loss/held out")] == [5, 10, 14]
+    assert "parameters/world/bytes_sent" in board.Tags()["scalars"]
+
+
+# Other tasks and starters
+
+
+def test_digits_are_learnt(tmp_path: Path):
+    sizes = ("--width", "32", "--batch", "32", "--steps", "60", "--lr", "0.01")
+    done = call("train", "--task", "images", *sizes, "--out", tmp_path / "run")
+    assert (done.code, done.err) == (0, "")
+    run = read_run(tmp_path / "run")
+    assert run.info.data["name"] == "scikit-learn digits"
+    assert run.of("step")[-1]["tokens"] == 60 * 2 * 32
+    assert run.of("eval")[-1]["loss"] < 0.5 * math.log(10)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("zero") / "run"
+    options = ("--strategy", "zero", "--workers", "2", "--steps", "20", "--save-every", "12")
+    assert call("train", *TINY, *options, "--out", folder).code == 0
+    return folder
+
+
+def test_a_sharded_optimizer_resumes_exactly_under_torchrun(sharded: Path, tmp_path: Path):
+    launcher = (sys.executable, "-m", "torch.distributed.run")
+    options = ("--standalone", "--nproc-per-node", "2", *MODULE[1:])
+    again = ("--resume", sharded / "checkpoints/step-00000012", "--out", tmp_path / "again")
+    done = command(*options, "train", *again, start=launcher)
+    assert done.code == 0, done.err
+    assert losses(tmp_path / "again", 1) == losses(sharded, 1)
+    assert len(losses(sharded)) == 20
+    assert losses(tmp_path / "again") == losses(sharded)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def as_slurm(rank: int, port: int) -> dict[str, str]:
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_NODELIST": "localhost",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def test_tasks_of_slurm_are_workers(tmp_path: Path):
+    arguments = ("train", *TINY, "--steps", "4", "--out", tmp_path / "run")
+    port = free_port()
+    with (
+        begun(*arguments, environment=as_slurm(0, port)) as one,
+        begun(*arguments, environment=as_slurm(1, port)) as other,
+    ):
+        ended = [process.communicate(timeout=60) for process in (one, other)]
+    assert (one.returncode, other.returncode) == (0, 0), ended
+    assert reasons(tmp_path / "run") == ["finished", "finished"]
+    assert [err for _, err in ended] == ["", ""]
+
+
+# Workers that are lost
+
+
+def test_a_worker_that_is_killed_is_named_and_the_others_end(tmp_path: Path):
+    folder = tmp_path / "run"
+    arguments = ("train", *TINY, "--steps", "1000000", "--timeout", "20", "--out", folder)
+    with begun(*arguments) as process:
+        until(lambda: steps_in(folder) > 5)
+        workers = workers_of(process.pid)
+        os.kill(workers[1], signal.SIGKILL)
+        out, err = process.communicate(timeout=30)
+    assert Done(process.returncode, out, err).refused() == "loosestep: worker 1 ended by SIGKILL"
+    assert process.returncode == 1
+    assert not any(alive(worker) for worker in workers)
+    assert reasons_of_survivor(folder) != "finished"
+
+
+def reasons_of_survivor(folder: Path) -> str:
+    ends = read_run(folder).of("end", 0)
+    return str(ends[-1]["reason"]) if ends else "none"
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path: Path):
+    folder = tmp_path / "run"
+    with begun("train", *TINY, "--steps", "1000000", "--out", folder) as process:
+        until(lambda: steps_in(folder) > 5)
+        workers = workers_of(process.pid)
+        os.kill(workers[1], signal.SIGSTOP)  # so that nothing can be saved
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.0)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=5)
+    assert Done(process.returncode, out, err).refused().startswith("loosestep: ended at once")
+    assert process.returncode == 130
+    assert not any(alive(worker) for worker in workers)
