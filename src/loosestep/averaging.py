@@ -117,6 +117,11 @@ class Averager:
         self._references = references if is_lossy(self.reducer) else None
         self._policy = policy_of(self.reducer) if is_lossy(self.reducer) else ""
 
+    @property
+    def only_finite(self) -> bool:
+        """Whether infinities and NaN are refused, in all but what always travels exactly."""
+        return self._policy == "RAISE"
+
     def agree(
         self,
         named: Sequence[Named],

@@ -29,8 +29,7 @@ def first_nonfinite(named: Sequence[Named]) -> str:
         if tensor.dtype == torch.float64 and tensor.numel() and not _fits_float32(tensor):
             return name
         # A sum needs no memory; one that overflows asks for a closer look.
-        wide = torch.float64 if tensor.dtype.itemsize >= 4 else torch.float32
-        if not tensor.sum(dtype=wide).isfinite() and not tensor.isfinite().all():
+        if not tensor.sum().isfinite() and not tensor.isfinite().all():
             return name
     return ""
 

@@ -131,6 +131,15 @@ def pack(window: Window, staging: torch.Tensor) -> torch.Tensor:
     return buffer
 
 
+def pack_difference(window: Window, staging: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Like ``pack``, of how far the pieces are from a flat reference, in one pass."""
+    buffer = staging[: window.numel]
+    parts = zip(_parts(window, buffer), _parts(window, reference), strict=True)
+    for piece, (part, base) in zip(window.pieces, parts, strict=True):
+        torch.sub(piece.view, base, out=part)
+    return buffer
+
+
 def unpack(window: Window, buffer: torch.Tensor) -> None:
     """Write the flat buffer back into the pieces, in place, whatever their strides."""
     for piece, part in zip(window.pieces, _parts(window, buffer), strict=True):

@@ -24,7 +24,7 @@ import torch
 from loosestep.averaging import Averager
 from loosestep.binding import Progress
 from loosestep.flight import Flight
-from loosestep.policies import OptimizerState, Parts
+from loosestep.policies import OptimizerState, Parts, always_exact
 from loosestep.tensors import Named, memory
 from loosestep.wire import NonFinite, Reducer, Resident, Traffic
 
@@ -163,8 +163,19 @@ class _Trip:
             _copy_(self.flight.differences, snapshots)
             traffic = self.averager.average_parts(self.cargo, Progress(self.flight.step))
             self.flight.differences = memory(self.means)  # again: a reducer may have moved them
-            differ_(_tensors(self.flight.differences), _tensors(snapshots))
+            self._differ(snapshots)
         return traffic
+
+    def _differ(self, snapshots: list[Named]) -> None:
+        """Leave the differences; what was found finite on the way is not looked at again."""
+        finite: list[tuple[torch.Tensor, torch.Tensor]] = []
+        other: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for (name, mean), (_, snapshot) in zip(self.flight.differences, snapshots, strict=True):
+            known = self.averager.only_finite and not always_exact(name)
+            (finite if known else other).append((mean, snapshot))
+        if finite:
+            torch._foreach_sub_([mean for mean, _ in finite], [old for _, old in finite])
+        differ_([mean for mean, _ in other], [old for _, old in other])
 
 
 class Copies:

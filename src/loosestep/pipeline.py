@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from loosestep.flat import STAGING, Window, pack, unpack, windows
+from loosestep.flat import STAGING, Window, pack, pack_difference, unpack, windows
 from loosestep.peers import Peers, Phase
 from loosestep.tensors import Named
 from loosestep.wire import Handle, Mean, Native, Reducer, Traffic, links
@@ -177,11 +177,16 @@ def _bytes_staged(job: Job) -> int:
     return 0 if job.window.in_place else job.window.numel * job.window.dtype.itemsize
 
 
-def stage(job: Job) -> torch.Tensor:
-    """Return a flat copy of the window, or zeros where this rank has no say."""
+def stage(job: Job, reference: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a flat copy of the window, or its difference to a reference.
+
+    Zeros where this rank has no say.
+    """
     window = job.window
     buffer = STAGING.take(window.numel, window.dtype, window.device)
-    return buffer.zero_() if job.silent else pack(window, buffer)
+    if job.silent:
+        return buffer.zero_()
+    return pack(window, buffer) if reference is None else pack_difference(window, buffer, reference)
 
 
 class Averaging:

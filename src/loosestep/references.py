@@ -103,13 +103,12 @@ class Differences:
         if job.peers.size == 1 or job.exact:
             return Direct(Mean()).send(job, phase)
         reference = self.references.get(job.slot, job.window.device)
-        buffer = stage(job)
         peers = job.peers.during(phase)
         if reference is None:
+            buffer = stage(job)
             handle = Mean().start(buffer, peers, job.slot)
             return _First(job, buffer, handle, staged=True, references=self.references)
-        if not job.silent:
-            buffer.sub_(reference)
+        buffer = stage(job, reference)
         handle = self.reducer.start(buffer, peers, job.slot)
         return _Difference(job, buffer, handle, staged=True, reference=reference)
 

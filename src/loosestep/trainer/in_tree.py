@@ -192,7 +192,7 @@ class InTree:
     def averaged(self) -> Iterator[None]:
         """Hold the average of all replicas inside."""
         kept = [tensor.detach().clone() for tensor in self._everything()]
-        self.finalize()
+        self._average()
         try:
             yield
         finally:
@@ -201,6 +201,12 @@ class InTree:
 
     def finalize(self) -> None:
         """Average what was not averaged yet."""
+        if self._averager is not None:
+            began = time.perf_counter()
+            self._average()
+            self._record("world", "parameters", time.perf_counter() - began)
+
+    def _average(self) -> None:
         if self._averager is not None:
             average_([tensor for tensor in self._everything() if tensor.is_floating_point()])
 

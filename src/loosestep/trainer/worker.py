@@ -238,10 +238,10 @@ def run(orders: Orders, rank: Rank) -> int:
         return STOPPED
     except BadInput as error:
         return _say(str(error), USER_ERROR)
-    except PeerLost as error:
-        return _say(f"worker {rank.rank}: {one_line(error)}", LOST)
     except LoosestepError as error:
-        return _say(f"worker {rank.rank}: {one_line(error)}", FAILED)
+        code = LOST if isinstance(error, PeerLost) else FAILED
+        said = one_line(error).removeprefix(f"rank {rank.rank}: ")
+        return _say(f"worker {rank.rank}: {said}", code)
     except OSError as error:
         place = error.filename or orders.folder
         return _say(f"worker {rank.rank}: {place}: {error.strerror or one_line(error)}", FAILED)
