@@ -25,8 +25,8 @@ from loosestep.trainer.orders import Orders
 from loosestep.trainer.settings import Settings
 
 RATE, HOSTS, EACH = "100mbit", 2, 2
-STEPS = 64  # of DDP, after which losses are compared
-LONGER = 80  # of the others, so that they can come to DDP's loss
+STEPS = 48  # of DDP, after which losses are compared
+LONGER = 64  # of the others, so that they can come to DDP's loss
 EVERY = 16  # steps between evaluations
 RESULTS = Path(__file__).parent / "results"
 
