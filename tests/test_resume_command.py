@@ -14,7 +14,6 @@ from tests.commands import (
     alive,
     begun,
     call,
-    command,
     final_loss,
     losses,
     reasons,
@@ -43,7 +42,7 @@ def test_a_run_goes_on_from_an_average_that_was_on_its_way(whole: Path, tmp_path
     start = whole / f"checkpoints/step-{IN_FLIGHT:08d}"
     state = checkpoint.read_part(start, checkpoint.read_manifest(start), 0)
     assert state["sharing"]["flight"]["step"] == 48
-    done = command("train", "--resume", start, "--out", tmp_path / "again")
+    done = call("train", "--resume", start, "--out", tmp_path / "again")
     assert (done.code, done.err) == (0, "")
     for rank in (0, 1):
         assert len(losses(whole, rank)) == STEPS

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from loosestep.runs import read_run
+from loosestep.trainer.checkpoint import has_checkpoint
 from tests.commands import (
     MODULE,
     TINY,
@@ -153,17 +154,21 @@ def as_slurm(rank: int, port: int) -> dict[str, str]:
     }
 
 
-def test_tasks_of_slurm_are_workers(tmp_path: Path):
-    arguments = ("train", *TINY, "--steps", "4", "--out", tmp_path / "run")
-    port = free_port()
+def test_tasks_of_slurm_are_workers_and_one_that_is_told_to_end_tells_the_others(tmp_path: Path):
+    folder, port = tmp_path / "run", free_port()
+    arguments = ("train", *TINY, "--steps", "1000000", "--out", folder)
     with (
         begun(*arguments, environment=as_slurm(0, port)) as one,
         begun(*arguments, environment=as_slurm(1, port)) as other,
     ):
+        until(lambda: steps_in(folder) > 5)
+        other.terminate()
         ended = [process.communicate(timeout=60) for process in (one, other)]
-    assert (one.returncode, other.returncode) == (0, 0), ended
-    assert reasons(tmp_path / "run") == ["finished", "finished"]
     assert [err for _, err in ended] == ["", ""]
+    assert (one.returncode, other.returncode) == (130, 130)
+    assert reasons(folder) == ["interrupted", "interrupted"]
+    assert max(losses(folder, 0)) == max(losses(folder, 1))
+    assert has_checkpoint(folder)
 
 
 # Workers that are lost

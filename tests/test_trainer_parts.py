@@ -62,7 +62,7 @@ def test_short_names_are_those_of_the_recipes_arguments():
     assert made.schedule(3).gradients is None
 
 
-@pytest.mark.parametrize("name", [*RECIPES, *CONTENDERS])
+@pytest.mark.parametrize("name", sorted({*contenders.names(), *RECIPES, *CONTENDERS}))
 def test_every_contender_can_be_made_by_default(name: str):
     spec = next(spec for spec in contenders.defaults() if spec.name == name)
     contenders.check_spec(spec)
