@@ -180,6 +180,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--width", "64"), "a checkpoint of another model: "),
         (("--depth", "2"), "a checkpoint of another model: "),
         (("--seed", "3"), "in the order of --seed 0, not of 3"),
+        (("--data-bytes", "50000"), "60000 bytes, and this is"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_before_workers_start(

@@ -27,6 +27,9 @@ from loosestep.trainer.stopping import Stopping
 # Checkpoints
 
 
+DATA = {"name": "a text", "bytes": 9, "sha256": "abc"}
+
+
 def model(width: int = 2) -> torch.nn.Module:
     return torch.nn.Linear(width, 1)
 
@@ -40,6 +43,7 @@ def save(run: Path, step: int, states: list[dict[str, Any]], keep: int = 2) -> P
         model=checkpoint.shapes_of(model()),
         strategy="ddp",
         seed=0,
+        data=DATA,
         samples=4 * step,
         files={f"rank-{rank}.pt": digest for rank, digest in enumerate(hashes)},
         settings=asdict(Settings()),
@@ -95,14 +99,16 @@ def test_a_broken_manifest_is_refused(tmp_path: Path, content: str):
         checkpoint.read_manifest(folder)
 
 
-def test_another_model_or_order_is_refused(tmp_path: Path):
+def test_another_model_or_data_or_order_is_refused(tmp_path: Path):
     folder = save(tmp_path, 1, [{}])
     manifest = checkpoint.read_manifest(folder)
-    check_fits(folder, manifest, model(), seed=0)
+    check_fits(folder, manifest, model(), DATA, seed=0)
     with pytest.raises(BadInput, match=r"weight has shape \[1, 2\] there and \[1, 3\] here"):
-        check_fits(folder, manifest, model(3), seed=0)
+        check_fits(folder, manifest, model(3), DATA, seed=0)
     with pytest.raises(BadInput, match="order of --seed 5, not of 0"):
-        check_fits(folder, replace(manifest, seed=5), model(), seed=0)
+        check_fits(folder, replace(manifest, seed=5), model(), DATA, seed=0)
+    with pytest.raises(BadInput, match="its data is a text, 9 bytes, and this is a text, 9 bytes"):
+        check_fits(folder, manifest, model(), DATA | {"sha256": "def"}, seed=0)
 
 
 def test_what_was_not_written_to_its_end_is_no_checkpoint(tmp_path: Path):
@@ -297,6 +303,14 @@ def test_workers_end_when_another_has_failed(monkeypatch: pytest.MonkeyPatch):
     began = time.monotonic()
     assert outcome_of("exec sleep 60", "exit 2") == (2, "worker 1 failed with code 2")
     assert time.monotonic() - began < 10
+
+
+def test_what_the_library_warns_of_is_handed_on_once():
+    team = Team()
+    body = "echo 'a.py:3: LoosestepWarning: no room' >&2; echo '  warn_once(' >&2"
+    for _ in range(2):
+        team.start(["sh", "-c", body], {"PATH": "/usr/bin:/bin"}, "orders")
+    assert team.wait(lambda: None).warnings == ["no room"]
 
 
 def test_long_orders_arrive():

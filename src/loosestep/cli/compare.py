@@ -124,6 +124,8 @@ def _run_all(
         for number, spec in enumerate(specs, start=1):
             own = folder / f"{number:02d}-{safe(str(spec))}"
             outcome = _run_one(_orders(settings, spec, own, where), where, bars)
+            for text in outcome.warnings:
+                say_error(f"warning: {spec}: {text}")
             if outcome.code:
                 said = f"{spec}: {outcome.message}" if outcome.message else ""
                 return Outcome(outcome.code, said), done

@@ -59,7 +59,7 @@ def check_run(settings: Settings, num_workers: int, hosts: int | None) -> None:
         folder = find(settings.resume)
         with torch.device("meta"):
             model = task.make_model()
-        check_fits(folder, read_manifest(folder), model, settings.seed)
+        check_fits(folder, read_manifest(folder), model, task.describe(), settings.seed)
 
 
 def _here(orders: Orders, console: Console) -> int:
@@ -76,6 +76,8 @@ def _here(orders: Orders, console: Console) -> int:
 
 def report_end(outcome: Outcome, orders: Orders, console: Console) -> int:
     """Say how it ended, and what can be done with it."""
+    for text in outcome.warnings:
+        say_error(f"warning: {text}")
     if outcome.message:
         say_error(outcome.message)
     elif outcome.code == 0:

@@ -37,7 +37,8 @@ class Manifest:
     model: dict[str, list[int]]  # shapes by name
     strategy: str
     seed: int
-    samples: int  # that all workers have used together
+    data: dict[str, Any]  # name, bytes, sha256
+    samples: int  # of it that all workers have used together
     files: dict[str, str]  # SHA-256 by name
     settings: dict[str, Any]  # of the run that wrote it
 

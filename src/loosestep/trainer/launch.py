@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, Protocol
 
+from loosestep.errors import LoosestepWarning
 from loosestep.trainer.mistakes import FAILED, LOST, STOPPED, USER_ERROR, BadInput
 from loosestep.trainer.orders import Orders
 from loosestep.trainer.ranks import Rank
@@ -62,7 +63,8 @@ class Outcome:
     """How a run ended."""
 
     code: int  # 0: finished; 130: interrupted
-    message: str = ""  # what the first worker that failed said
+    message: str = ""  # what the worker that failed said
+    warnings: list[str] = field(default_factory=list)  # of the library, each once
 
 
 @dataclass
@@ -143,11 +145,16 @@ class Team:
         codes = self._codes()
         failed = {rank: code for rank, code in codes.items() if code not in stops}
         if not failed:
-            return Outcome(0 if set(codes.values()) == {0} and not self.killed else STOPPED)
+            finished = set(codes.values()) == {0} and not self.killed
+            return Outcome(0 if finished else STOPPED, warnings=self._warnings())
         # What explains the others' failures comes first: a user's error, a signal.
         rank = min(failed, key=lambda r: (_weight(failed[r]), r))
         code = USER_ERROR if failed[rank] == USER_ERROR else FAILED
         return Outcome(code, self._story(rank, failed[rank]))
+
+    def _warnings(self) -> list[str]:
+        said = (line.partition(f"{LoosestepWarning.__name__}: ") for w in self.said for line in w)
+        return list(dict.fromkeys(text for _, found, text in said if found))
 
     def _story(self, rank: int, code: int) -> str:
         lines = [line for line in self.said[rank] if line.strip()]

@@ -43,6 +43,7 @@ def _manifest(worker: Worker, hashes: list[str]) -> Manifest:
         model=checkpoint.shapes_of(inner(worker.sharing.model)),
         strategy=str(worker.settings.spec),
         seed=worker.settings.seed,
+        data=worker.task.describe(),
         samples=worker.feed.position,
         files={f"rank-{rank}.pt": digest for rank, digest in enumerate(hashes)},
         settings=asdict(worker.settings),
@@ -74,7 +75,8 @@ def resume(worker: Worker, place: str) -> None:
     """Go on from a checkpoint, with as many workers or another number of them."""
     folder = checkpoint.find(place)
     manifest = checkpoint.read_manifest(folder)
-    check_fits(folder, manifest, inner(worker.sharing.model), worker.settings.seed)
+    model = inner(worker.sharing.model)
+    check_fits(folder, manifest, model, worker.task.describe(), worker.settings.seed)
     same = manifest.num_workers == dist.get_world_size()
     part = _read(folder, manifest, _own_part if same else _mean_part)
     inner(worker.sharing.model).load_state_dict(part["model"])
@@ -87,9 +89,16 @@ def resume(worker: Worker, place: str) -> None:
     worker.journal.inherit(checkpoint.run_of(folder), manifest.step, part["seconds"])
 
 
-def check_fits(folder: Path, manifest: Manifest, model: torch.nn.Module, seed: int) -> None:
+def check_fits(
+    folder: Path, manifest: Manifest, model: torch.nn.Module, data: dict[str, Any], seed: int
+) -> None:
     """Raise unless a run can go on from a checkpoint; needs no workers."""
     checkpoint.check_model(folder, manifest, model)
+    if manifest.data["sha256"] != data["sha256"]:
+        raise BadInput(
+            f"{folder}: its data is {manifest.data['name']}, {manifest.data['bytes']} bytes, and "
+            f"this is {data['name']}, {data['bytes']} bytes of other content; give the same data"
+        )
     if manifest.seed != seed:
         raise BadInput(
             f"{folder}: its data is in the order of --seed {manifest.seed}, not of {seed}"
