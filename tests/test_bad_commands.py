@@ -120,6 +120,16 @@ def test_what_torchrun_and_slurm_need_is_said(monkeypatch: pytest.MonkeyPatch):
     assert "this is one already" in call("train", *TINY, "--workers", "2", "--out", "a").refused()
 
 
+def test_workers_that_cannot_meet_say_where(elsewhere: Path):
+    who = {"RANK": "0", "WORLD_SIZE": "2"}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        there = {**who, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = command("train", *TINY, "--out", "run", environment=there)
+    assert f"port {port} of 127.0.0.1 is in use; set MASTER_PORT" in done.refused()
+    assert left_in(elsewhere) == {}
+
+
 @pytest.mark.parametrize("asked", ["taken", "70000", "high"])
 def test_a_port_that_cannot_be_had_is_named(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, asked: str

@@ -98,8 +98,11 @@ def _as_worker(orders: Orders, rank: Rank, console: Console) -> int:
     if rank.rank != 0:
         return run_worker(orders, rank)
     display = Display(console, orders.name, unit_of(orders.settings))
-    with display, _watching(watcher(display, orders.folder)):
-        return run_worker(orders, rank)
+    try:
+        with display, _watching(watcher(display, orders.folder)):
+            return run_worker(orders, rank)
+    finally:
+        drop_if_empty(orders.folder)
 
 
 @contextmanager

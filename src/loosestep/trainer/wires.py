@@ -31,8 +31,8 @@ FEEDBACK = "+ef"
 def wire(text: str) -> Reducer:
     """Return the reducer of a name.
 
-    >>> wire("int4")
-    Int4(block=256, stochastic=False, on_nonfinite='raise')
+    >>> type(wire("int4")).__name__
+    'Int4'
     """
     name = text.removesuffix(FEEDBACK)
     inner = _named(name, text)

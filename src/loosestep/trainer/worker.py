@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Iterator
@@ -80,6 +81,7 @@ def work(orders: Orders, rank: Rank) -> int:
 def join(rank: Rank, timeout: float) -> None:
     """Meet the other workers."""
     os.environ.update(rank.environment())
+    _find_host(rank.address)
     problem = ""
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
@@ -92,6 +94,16 @@ def join(rank: Rank, timeout: float) -> None:
             f"worker {rank.rank} could not meet the others at {rank.address}:{rank.port} within "
             f"{timeout:g} s: {problem}"
         )
+
+
+def _find_host(address: str) -> None:
+    """Raise at once for a name that torch would ask for until its time is up."""
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError as error:
+        raise BadInput(
+            f"there is no host {address!r} (MASTER_ADDR): {error.strerror}; name the one of rank 0"
+        ) from error
 
 
 def prepare(orders: Orders, task: Task, undo: ExitStack) -> Worker:
