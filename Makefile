@@ -14,8 +14,8 @@ export OMP_NUM_THREADS := 1
 demo: $(READY)
 	$(BIN)/loosestep compare \
 	  torch-ddp torch-hierarchical:world=8 \
-	  post_local_sgd:period=8,warmup=0,gradient_wire=exact,wire=int4,overlap=4 \
-	  --link 100mbit --or-loopback --steps 48 --eval-every 16 --report report.html
+	  loosestep=post_local_sgd:period=8,warmup=0,gradient_wire=exact,wire=int4,overlap=4 \
+	  --link 100mbit --or-loopback --steps 64 --eval-every 8 --report report.html
 
 test: $(READY) browser
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -63,8 +63,8 @@ report.verdict report.page report trainer.mistakes trainer.checkpoint trainer.sh
 trainer.in_tree trainer.wires trainer.specs trainer.settings trainer.contenders trainer.display
 trainer.tasks trainer.images trainer.journal trainer.stopping trainer.loop trainer.orders
 trainer.ranks trainer.launch trainer.saving trainer.transformer trainer.text trainer.worker
-trainer.start trainer cli.folders cli.given cli.train cli.compare cli.doctor cli.report
-cli.arguments cli __main__
+trainer.start trainer cli.folders cli.given cli.train cli.hosts cli.table cli.compare
+cli.doctor cli.report cli.arguments cli __main__
 """.split()
 FLOW += ON_TOP
 

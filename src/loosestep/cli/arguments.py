@@ -105,7 +105,8 @@ def _command(commands: Any, name: str, run: Any, text: str, examples: str) -> Pa
 
 
 def _strategies() -> str:
-    return f"strategies, of {', '.join(contenders.names())} (default: all of them)"
+    known = ", ".join(contenders.names())
+    return f"strategies, of {known} (default: all of them); NAME=SPEC gives one another name"
 
 
 def _add_comparison(parser: Parser) -> None:

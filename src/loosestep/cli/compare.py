@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import (
@@ -19,48 +16,52 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Column, Table
 
 from loosestep.cli.folders import check_file, drop_if_empty, new_folder, safe
 from loosestep.cli.given import command_line, settings_of
+from loosestep.cli.hosts import Hosts, hosts
+from loosestep.cli.table import table, write_json
 from loosestep.cli.train import check_run, say_error
-from loosestep.lab import CannotEmulate, EmulatedHosts, Link, missing
-from loosestep.report import words, write_report
-from loosestep.report.facts import Facts, facts_of
+from loosestep.report import write_report
+from loosestep.report.facts import facts_of
 from loosestep.report.verdict import target_loss
 from loosestep.runs import log_file, read_run
 from loosestep.trainer import contenders
 from loosestep.trainer.display import Tail, loss_text, steps_of
-from loosestep.trainer.launch import Outcome, Place, ThisMachine, run_here
+from loosestep.trainer.launch import Outcome, run_here
 from loosestep.trainer.mistakes import BadInput
 from loosestep.trainer.orders import Orders
 from loosestep.trainer.settings import Settings, changed
 from loosestep.trainer.specs import Spec, parse_spec
 
-DEFAULT_HOSTS = 2
+
+class Contender(NamedTuple):
+    """A strategy, and what it is called."""
+
+    name: str
+    spec: Spec
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """Where all contenders run."""
+def contender(text: str) -> Contender:
+    """Read a strategy, with a name of its own if one is given.
 
-    place: Place
-    num_hosts: int
-    workers_per_host: int
-    link: dict[str, Any] | None  # None: no link is emulated
-
-    @property
-    def num_workers(self) -> int:
-        """All workers together."""
-        return self.num_hosts * self.workers_per_host
+    >>> contender("loose=post_local_sgd:period=8").name, contender("ddp").name
+    ('loose', 'ddp')
+    """
+    name, equals, rest = text.partition("=")
+    if not equals or ":" in name:
+        return Contender(str(parse_spec(text)), parse_spec(text))
+    if not name.strip():
+        raise BadInput(f"{text!r}: give a name before '=', as in loose=post_local_sgd:period=8")
+    return Contender(name.strip(), parse_spec(rest))
 
 
 def compare(found: argparse.Namespace) -> int:
     """Train under one strategy after the other, then show what came of it."""
-    specs = [parse_spec(text) for text in found.strategies] or contenders.defaults()
-    for spec in specs:
-        contenders.check_spec(spec)
-    _check_names(specs)
+    chosen = [contender(text) for text in found.strategies] or [
+        Contender(str(spec), spec) for spec in contenders.defaults()
+    ]
+    _check(chosen)
     check_file(found.json, "--json")
     check_file(found.report, "--report")
     settings, console = settings_of(found), Console(highlight=False, markup=False)
@@ -68,7 +69,7 @@ def compare(found: argparse.Namespace) -> int:
         check_run(settings, where.num_workers, where.num_hosts)
         folder = new_folder(found.out, "compare")
         try:
-            outcome, done = _run_all(specs, settings, folder, where, console)
+            outcome, done = _run_all(chosen, settings, folder, where, console)
         finally:
             drop_if_empty(folder)
     if done:  # also where a later one has failed
@@ -78,56 +79,21 @@ def compare(found: argparse.Namespace) -> int:
     return outcome.code
 
 
-@contextmanager
-def hosts(found: argparse.Namespace, settings: Settings, console: Console) -> Iterator[Hosts]:
-    """Hold the hosts: emulated ones if a link is asked for, or this machine as it is."""
-    num_hosts, each = settings.hosts or DEFAULT_HOSTS, found.workers_per_host
-    if num_hosts < 1 or each < 1:
-        raise BadInput(
-            f"--hosts and --workers-per-host must be at least 1, got {num_hosts}, {each}"
-        )
-    link = None if found.link is None else _link(found.link)
-    if link is not None and missing():
-        if not found.or_loopback:
-            raise BadInput(
-                f"{missing()}; --or-loopback compares on the plain loopback instead, where nothing "
-                "is slow"
-            )
-        console.print(f"no emulated link: {missing()}. On the plain loopback instead:")
-        link = None
-    if link is None:
-        yield Hosts(ThisMachine(), num_hosts, each, None)
-        return
-    said = {"rate": found.link, "hosts": num_hosts, "workers_per_host": each}
-    try:
-        with EmulatedHosts(num_hosts, link) as emulated:
-            yield Hosts(emulated, num_hosts, each, said)
-    except CannotEmulate as error:
-        raise BadInput(str(error)) from error
-
-
-def _link(rate: str) -> Link:
-    try:
-        return Link(rate)
-    except (ValueError, TypeError) as error:
-        raise BadInput(f"--link: {error}") from error
-
-
 def _run_all(
-    specs: Sequence[Spec], settings: Settings, folder: Path, where: Hosts, console: Console
+    chosen: Sequence[Contender], settings: Settings, folder: Path, where: Hosts, console: Console
 ) -> tuple[Outcome, list[Path]]:
     """Run all contenders; return how the last one ended, and the runs that are finished."""
     kind = f"uplinks of {where.link['rate']}" if where.link else "the loopback between them"
     console.print(f"{where.num_hosts} hosts, {where.workers_per_host} workers each, {kind}")
     done: list[Path] = []
     with Progress(*_columns(), console=console) as bars:
-        for number, spec in enumerate(specs, start=1):
-            own = folder / f"{number:02d}-{safe(str(spec))}"
-            outcome = _run_one(_orders(settings, spec, own, where), where, bars)
+        for number, one in enumerate(chosen, start=1):
+            own = folder / f"{number:02d}-{safe(one.name)}"
+            outcome = _run_one(_orders(settings, one, own, where), where, bars)
             for text in outcome.warnings:
-                say_error(f"warning: {spec}: {text}")
+                say_error(f"warning: {one.name}: {text}")
             if outcome.code:
-                said = f"{spec}: {outcome.message}" if outcome.message else ""
+                said = f"{one.name}: {outcome.message}" if outcome.message else ""
                 return Outcome(outcome.code, said), done
             done.append(own)
     return Outcome(0), done
@@ -143,10 +109,10 @@ def _columns() -> tuple[ProgressColumn, ...]:
     )
 
 
-def _orders(settings: Settings, spec: Spec, own: Path, where: Hosts) -> Orders:
-    plain = changed(settings, strategy=str(spec), hosts=where.num_hosts, out=str(own))
+def _orders(settings: Settings, one: Contender, own: Path, where: Hosts) -> Orders:
+    plain = changed(settings, strategy=str(one.spec), hosts=where.num_hosts, out=str(own))
     return Orders(
-        settings=plain, folder=own, name=str(spec), command=command_line(), link=where.link
+        settings=plain, folder=own, name=one.name, command=command_line(), link=where.link
     )
 
 
@@ -168,8 +134,10 @@ def _run_one(orders: Orders, where: Hosts, bars: Progress) -> Outcome:
         drop_if_empty(orders.folder)
 
 
-def _check_names(specs: Sequence[Spec]) -> None:
-    names = [str(spec) for spec in specs]
+def _check(chosen: Sequence[Contender]) -> None:
+    for one in chosen:
+        contenders.check_spec(one.spec)
+    names = [one.name for one in chosen]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise BadInput(f"{twice!r} is given twice; give each contender once")
@@ -183,53 +151,7 @@ def _show(done: list[Path], found: argparse.Namespace, console: Console) -> None
         target = target_loss(finished)
     console.print(table(facts, target))
     if found.json:
-        _write_json(Path(found.json), facts, target)
+        write_json(Path(found.json), facts, target)
     output = Path(found.report) if found.report else done[0].parent / "report.html"
     write_report(done, output, target=found.target)
     console.print(f"report: {output}", soft_wrap=True)
-
-
-def rows(facts: Sequence[Facts], target: float | None) -> list[dict[str, Any]]:
-    """Return the table as plain data."""
-    return [
-        {
-            "strategy": run.label,
-            "seconds": run.seconds,
-            "seconds_per_step": run.seconds_per_step,
-            "steps": run.steps,
-            "seconds_to_target": run.seconds_to(target),
-            "target_loss": target,
-            "final_loss": run.final_loss,
-            "bytes_sent_per_worker": run.bytes_sent,
-            "bytes_that_left_a_host": run.uplink if run.info.link else None,
-            "share_of_time_waiting": run.waited,
-        }
-        for run in facts
-    ]
-
-
-def table(facts: Sequence[Facts], target: float | None) -> Table:
-    """Return the table as it is shown."""
-    at = "" if target is None else f" {words.loss(target)}"
-    linked = all(run.info.link for run in facts)
-    moved = "bytes that left a host" if linked else "bytes sent by a worker"
-    columns = ("strategy", "time", f"to loss{at}", "final loss", moved, "waiting", "a step")
-    result = Table(*(Column(name, overflow="fold") for name in columns))
-    for run in facts:
-        result.add_row(
-            run.label,
-            words.seconds(run.seconds),
-            words.seconds(run.seconds_to(target)),
-            words.loss(run.final_loss),
-            words.size(run.uplink if linked else run.bytes_sent),
-            words.share(run.waited),
-            words.seconds(run.seconds_per_step),
-        )
-    return result
-
-
-def _write_json(path: Path, facts: Sequence[Facts], target: float | None) -> None:
-    try:
-        path.write_text(json.dumps(rows(facts, target), indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be written: {error.strerror}") from error

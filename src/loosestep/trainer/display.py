@@ -114,7 +114,7 @@ class Display:
             return [("workers", "starting")]
         facts = [("step", str(last["step"])), ("loss", loss_text(last["loss"]))]
         if self._eval:
-            seen = f"{loss_text(self._eval['loss'])} at step {self._eval['step']}"
+            seen = f"{loss_text(self._eval['loss'])} ({self._eval['step']})"
             facts.append(("held out", seen))
         facts.append((f"{self._unit}/s", f"{self._speed():,.0f}"))
         waited = last["seconds_waited"] / max(last["at"], 1e-9)
@@ -123,7 +123,7 @@ class Display:
         if last.get("drift") is not None:
             facts.append(("drift", f"{last['drift']:.2%}"))
         if last["next_sync"] is not None:
-            facts.append(("next average", f"after step {last['next_sync']}"))
+            facts.append(("next average", f"at {last['next_sync']}"))
         return facts
 
     def _speed(self) -> float:

@@ -1,0 +1,73 @@
+"""The hosts of a comparison: emulated ones with slow links, or this machine as it is."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from loosestep.lab import CannotEmulate, EmulatedHosts, Link, missing
+from loosestep.trainer.launch import Place, ThisMachine
+from loosestep.trainer.mistakes import BadInput
+from loosestep.trainer.settings import Settings
+
+DEFAULT_HOSTS = 2
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where all contenders run."""
+
+    place: Place
+    num_hosts: int
+    workers_per_host: int
+    link: dict[str, Any] | None  # None: no link is emulated
+
+    @property
+    def num_workers(self) -> int:
+        """All workers together."""
+        return self.num_hosts * self.workers_per_host
+
+
+@contextmanager
+def hosts(found: argparse.Namespace, settings: Settings, console: Console) -> Iterator[Hosts]:
+    """Hold the hosts: emulated ones if a link is asked for, or this machine as it is."""
+    num_hosts, each = settings.hosts or DEFAULT_HOSTS, found.workers_per_host
+    if num_hosts < 1 or each < 1:
+        raise BadInput(
+            f"--hosts and --workers-per-host must be at least 1, got {num_hosts}, {each}"
+        )
+    link = None if found.link is None else _link(found.link)
+    if link is None or _cannot(found, console):
+        yield Hosts(ThisMachine(), num_hosts, each, None)
+        return
+    said = {"rate": found.link, "hosts": num_hosts, "workers_per_host": each}
+    try:
+        with EmulatedHosts(num_hosts, link) as emulated:
+            yield Hosts(emulated, num_hosts, each, said)
+    except CannotEmulate as error:
+        raise BadInput(str(error)) from error
+
+
+def _cannot(found: argparse.Namespace, console: Console) -> bool:
+    """Say whether links cannot be emulated here; raise unless the user can do without."""
+    if not missing():
+        return False
+    if not found.or_loopback:
+        raise BadInput(
+            f"{missing()}; --or-loopback compares on the plain loopback instead, where nothing is "
+            "slow"
+        )
+    console.print(f"no emulated link: {missing()}. On the plain loopback instead:")
+    return True
+
+
+def _link(rate: str) -> Link:
+    try:
+        return Link(rate)
+    except (ValueError, TypeError) as error:
+        raise BadInput(f"--link: {error}") from error
