@@ -25,9 +25,9 @@ from loosestep.trainer.orders import Orders
 from loosestep.trainer.settings import Settings
 
 RATE, HOSTS, EACH = "100mbit", 2, 2
-STEPS = 48  # of DDP, after which losses are compared
-LONGER = 64  # of the others, so that they can come to DDP's loss
-EVERY = 16  # steps between evaluations
+STEPS = 45  # of DDP, after which losses are compared
+LONGER = 60  # of the others, so that they can come to DDP's loss
+EVERY = 15  # steps between evaluations: never while an average is under way, which they wait for
 RESULTS = Path(__file__).parent / "results"
 
 LOOSE = "post_local_sgd:period={},warmup=0,gradient_wire=exact,wire=int4,overlap=4"

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from loosestep.runs import read_run
 from loosestep.trainer import checkpoint
@@ -48,6 +49,18 @@ def test_a_run_goes_on_from_an_average_that_was_on_its_way(whole: Path, tmp_path
         assert len(losses(whole, rank)) == STEPS
         assert losses(tmp_path / "again", rank) == losses(whole, rank)
     assert final_loss(tmp_path / "again") == final_loss(whole)
+
+
+def test_another_strategy_starts_from_the_mean(whole: Path, tmp_path: Path):
+    """Replicas that differ are made equal where the new strategy would never do so."""
+    start, folder = whole / f"checkpoints/step-{IN_FLIGHT:08d}", tmp_path / "again"
+    short = ("--steps", str(IN_FLIGHT + 2), "--save-every", str(IN_FLIGHT + 2))
+    done = call("train", "--resume", start, "--out", folder, "--strategy", "ddp", *short)
+    assert (done.code, done.err) == (0, "")
+    last = checkpoint.find(str(folder))
+    manifest = checkpoint.read_manifest(last)
+    one, other = (checkpoint.read_part(last, manifest, rank)["model"] for rank in (0, 1))
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_an_interrupted_run_saves_and_goes_on_to_the_same_losses(whole: Path, tmp_path: Path):

@@ -36,6 +36,12 @@ def test_files_are_read_in_a_fixed_order_and_binary_ones_of_a_folder_left_out(tm
     assert read_text(order, None, SHAPE).describe()["sha256"] != whole.describe()["sha256"]
 
 
+def test_a_hidden_folder_that_is_named_is_read(tmp_path: Path):
+    (tmp_path / ".books").mkdir()
+    (tmp_path / ".books" / "a.txt").write_text("a" * 400)
+    assert read_text([str(tmp_path / ".books")], None, SHAPE).describe()["bytes"] == 401
+
+
 def test_the_default_text_is_the_same_every_time_and_has_a_limit():
     one, other = (read_text((), 40_000, SHAPE).describe() for _ in range(2))
     assert one == other

@@ -347,7 +347,7 @@ def test_a_loss_that_is_no_number_is_shown_as_such():
         console.print(display._picture())
     text = console.export_text()
     assert "loss not a number" in text
-    assert "held out not a number at step 1" in text
+    assert "held out not a number (1)" in text
     assert "images/s 100" in text
     assert "2.0 MB" in text
     assert "odd [name]" in text

@@ -133,6 +133,16 @@ def test_the_same_step_can_be_saved_again(tmp_path: Path):
     assert checkpoint.read_part(folder, checkpoint.read_manifest(folder), 0) == {"a": 2}
 
 
+def test_a_part_on_another_disk_is_missed_before_anything_is_called_saved(tmp_path: Path):
+    """Workers that do not share the folder of the run are told so when they save."""
+    folder = checkpoint.partial_folder(tmp_path, 3)
+    digest = checkpoint.write_part(folder, 0, {"model": {}})
+    manifest = Manifest(3, 2, {}, "ddp", 0, DATA, 12, {"rank-0.pt": digest, "rank-1.pt": ""}, {})
+    with pytest.raises(OSError, match="must share the folder"):
+        checkpoint.complete(tmp_path, manifest, 2)
+    assert not checkpoint.has_checkpoint(tmp_path)
+
+
 def test_nothing_to_find_is_said(tmp_path: Path):
     assert not checkpoint.has_checkpoint(tmp_path)
     with pytest.raises(BadInput, match="no whole checkpoint in it"):

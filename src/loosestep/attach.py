@@ -152,6 +152,13 @@ class Attached:
         """
         self._syncs.finalize()
 
+    def arrive(self) -> None:
+        """Wait for an average under way, if there is one; it is still applied when it is due.
+
+        For whoever measures: ``averaged`` and ``state_dict`` would wait for it too.
+        """
+        self._syncs.arrive()
+
     def state_dict(self) -> dict[str, Any]:
         """Return clock, reducer and averages as plain data: no process groups, no pickle.
 

@@ -50,7 +50,8 @@ class RunInfo:
     def write(self, folder: Path) -> None:
         """Write it into a run's folder, which must exist."""
         text = json.dumps(asdict(self), indent=2)
-        (folder / INFO_FILE).write_text(text + "\n", encoding="utf-8")
+        with open(folder / INFO_FILE, "x", encoding="utf-8") as file:  # never over another run
+            file.write(text + "\n")
 
 
 @dataclass

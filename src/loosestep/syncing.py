@@ -60,6 +60,10 @@ class Syncs:
             self._telemetry.averaged(flight.step, flight.level, flight.traffic, **seconds)
             self._replica.forget_state()
 
+    def arrive(self) -> None:
+        """Wait for what is under way, if anything is; it is applied when it is due."""
+        self._overlap.finish()
+
     def finalize(self) -> None:
         """Average the steps since the last sync over the widest level that averages.
 

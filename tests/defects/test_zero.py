@@ -97,17 +97,17 @@ def test_gloo_can_overlap(pool: RankPool, name: str, kind: str):
         assert pool.run(2, attempt, name, register_with_gloo, kind) == [True, True]
 
 
-def interleave(name: str) -> list[bool]:
+def interleave(name: str) -> bool:
     overlap = Overlap(name, "hook_with_zero_step_interleaved")
-    return [overlap.iterate() for _ in range(6)][3:]
+    # In-tree it is a race: a few iterations may pass.
+    return all([overlap.iterate() for _ in range(100)][3:])
 
 
 @both
 def test_interleaved_steps_do_not_deadlock(pool: RankPool, name: str):
     """With several buckets nobody waits for a broadcast on the thread that has to do it."""
     with torch_fails(name, "did not answer|[Tt]imed? ?out|broadcast handle"):
-        seen = pool.run(2, interleave, name, group_timeout=3.0, timeout=8.0)
-        assert seen == [[True] * 3] * 2
+        assert all(pool.run(2, interleave, name, group_timeout=3.0, timeout=20.0))
 
 
 def move(name: str, static_graph: bool) -> list[bool]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from loosestep.trainer.mistakes import STOPPED, USER_ERROR, BadInput
+from loosestep.errors import LoosestepError
+from loosestep.trainer.mistakes import FAILED, STOPPED, USER_ERROR, BadInput
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,6 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(given)
     except BadInput as error:
         message = str(error)
+    except LoosestepError as error:
+        print(f"loosestep: {' '.join(str(error).split())}", file=sys.stderr)
+        return FAILED
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         message = f"{place}{error.strerror or error}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import Field
 from typing import Any, NoReturn
 
+import loosestep
 from loosestep.cli.compare import compare
 from loosestep.cli.doctor import doctor
 from loosestep.cli.report import report
@@ -23,7 +24,7 @@ TRAIN = """examples:
   loosestep train --strategy hierarchical_sgd --levels host=4,world=32 --wire int4 --overlap 5
   loosestep train --task images photos/ --config run.toml
   loosestep train --resume runs/ddp-20260101-120000
-  torchrun --nnodes 2 --nproc-per-node 4 ... -m loosestep train --strategy post_local_sgd"""
+  torchrun --nnodes 2 --nproc-per-node 4 ... -m loosestep train --out /shared/runs/first"""
 
 COMPARE = """examples:
   loosestep compare
@@ -38,6 +39,9 @@ DOCTOR = """examples:
   loosestep doctor
   loosestep doctor --workers 4 --parameters 10000000
   torchrun --nnodes 2 --nproc-per-node 4 ... -m loosestep doctor"""
+
+
+ONE_STRATEGY = ("strategy", "period", "levels", "wire", "overlap", "warmup")  # not of several
 
 
 class _Parser(Parser):
@@ -69,15 +73,16 @@ def _parser() -> Parser:
         epilog="loosestep COMMAND --help shows the options of a command, with examples.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {loosestep.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
     one = _command(commands, "train", train, "train a model with a strategy", TRAIN)
     one.add_argument("data", nargs="*", metavar="DATA", help=DATA_HELP)
     _add_settings(one, ())
     several = _command(commands, "compare", compare, "train with several strategies", COMPARE)
     several.add_argument("strategies", nargs="*", metavar="SPEC", help=_strategies())
-    several.add_argument("--data", nargs="+", default=[], metavar="DATA", help=DATA_HELP)
+    several.add_argument("--data", action="append", default=[], metavar="DATA", help=DATA_HELP)
     _add_comparison(several)
-    _add_settings(several, ("strategy", "resume", "workers", "out", "tensorboard", "keep"))
+    _add_settings(several, ("resume", "workers", "out", "tensorboard", "keep", *ONE_STRATEGY))
     page = _command(commands, "report", report, "make one HTML file of runs", REPORT)
     page.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run")
     page.add_argument(

@@ -110,7 +110,9 @@ def _columns() -> tuple[ProgressColumn, ...]:
 
 
 def _orders(settings: Settings, one: Contender, own: Path, where: Hosts) -> Orders:
-    plain = changed(settings, strategy=str(one.spec), hosts=where.num_hosts, out=str(own))
+    single = dict.fromkeys(("period", "levels", "wire", "overlap", "warmup", "resume"))
+    own_settings = {"strategy": str(one.spec), "hosts": where.num_hosts, "out": str(own)}
+    plain = changed(settings, **single, **own_settings)
     return Orders(
         settings=plain, folder=own, name=one.name, command=command_line(), link=where.link
     )

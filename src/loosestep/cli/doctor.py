@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -36,12 +37,17 @@ def doctor(found: argparse.Namespace) -> int:
         return 0
     join(rank, found.timeout)
     try:
-        links = measure_links(timeout=found.timeout)
+        tell = _say if rank.rank == 0 else (lambda text: None)
+        links = measure_links(timeout=found.timeout, tell=tell)
         if rank.rank == 0:
             _tell(found, inspect_machine(), links)
     finally:
         dist.destroy_process_group()
     return 0
+
+
+def _say(text: str) -> None:
+    print(f"measuring {text}", file=sys.stderr, flush=True)
 
 
 def _links_here(found: argparse.Namespace) -> Links | None:

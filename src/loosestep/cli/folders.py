@@ -23,8 +23,10 @@ def new_folder(asked: str | None, name: str) -> Path:
         if any(path.glob(pattern)):
             raise BadInput(f"{path}: there is a run in it already; give another --out")
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=asked is not None)
     except OSError as error:
+        if asked is None and isinstance(error, FileExistsError):
+            return new_folder(None, name)  # somebody else was faster
         raise BadInput(f"{path}: cannot be made: {error.strerror}") from error
     return path
 

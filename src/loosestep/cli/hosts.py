@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +46,19 @@ def hosts(found: argparse.Namespace, settings: Settings, console: Console) -> It
         yield Hosts(ThisMachine(), num_hosts, each, None)
         return
     said = {"rate": found.link, "hosts": num_hosts, "workers_per_host": each}
-    try:
-        with EmulatedHosts(num_hosts, link) as emulated:
-            yield Hosts(emulated, num_hosts, each, said)
-    except CannotEmulate as error:
-        raise BadInput(str(error)) from error
+    with _emulated(num_hosts, link) as emulated:
+        yield Hosts(emulated, num_hosts, each, said)
+
+
+@contextmanager
+def _emulated(num_hosts: int, link: Link) -> Iterator[EmulatedHosts]:
+    """Hold emulated hosts; what is wrong with them is the user's to know, in one line."""
+    with ExitStack() as held:
+        try:
+            emulated = held.enter_context(EmulatedHosts(num_hosts, link))
+        except (CannotEmulate, ValueError) as error:
+            raise BadInput(str(error)) from error
+        yield emulated
 
 
 def _cannot(found: argparse.Namespace, console: Console) -> bool:

@@ -19,8 +19,9 @@ def report(found: argparse.Namespace) -> int:
     except ValueError as error:
         raise BadInput(str(error)) from error
     except OSError as error:
-        raise BadInput(f"{found.output}: cannot be written: {error.strerror}") from error
-    Console(highlight=False).print(f"report: {found.output}", soft_wrap=True)
+        place = error.filename or found.output
+        raise BadInput(f"{place}: {error.strerror}") from error
+    Console(highlight=False, markup=False).print(f"report: {found.output}", soft_wrap=True)
     return 0
 
 

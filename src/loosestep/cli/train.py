@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 from rich.console import Console
@@ -17,7 +20,7 @@ from loosestep.trainer import contenders
 from loosestep.trainer.checkpoint import find, has_checkpoint, read_manifest
 from loosestep.trainer.display import Display, watcher
 from loosestep.trainer.launch import Outcome, ThisMachine, run_here
-from loosestep.trainer.mistakes import BadInput
+from loosestep.trainer.mistakes import STOPPED, BadInput
 from loosestep.trainer.orders import Orders
 from loosestep.trainer.ranks import Rank, rank_from
 from loosestep.trainer.saving import check_fits
@@ -55,6 +58,8 @@ def check_run(settings: Settings, num_workers: int, hosts: int | None) -> None:
     check_enough(task, num_workers)
     if num_workers % (hosts or 1):
         raise BadInput(f"{num_workers} workers cannot be {hosts} equal hosts; change --hosts")
+    if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise BadInput("--tensorboard needs tensorboard: pip install 'loosestep[tensorboard]'")
     if settings.resume is not None:
         folder = find(settings.resume)
         with torch.device("meta"):
@@ -96,13 +101,23 @@ def say_error(message: str) -> None:
 
 def _as_worker(orders: Orders, rank: Rank, console: Console) -> int:
     if rank.rank != 0:
-        return run_worker(orders, rank)
+        _leave(run_worker(orders, rank))
     display = Display(console, orders.name, unit_of(orders.settings))
     try:
         with display, _watching(watcher(display, orders.folder)):
-            return run_worker(orders, rank)
+            code = run_worker(orders, rank)
     finally:
         drop_if_empty(orders.folder)
+    if code in (0, STOPPED):
+        report_end(Outcome(code), orders, console)
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End at once: Gloo's threads may wait for a worker that is gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from loosestep.wire import fused
 LEAST_MEMORY = 1 << 30  # torch alone takes a third of it in every worker
 WORST_RESOLUTION = 1e-4  # seconds; a step on a small model takes some of them
 # What they are for, and the extra that brings them.
-OPTIONAL = {"rich": ("tables and progress", "progress"), "tensorboard": ("logs", "tensorboard")}
+OPTIONAL = {"rich": ("tables and progress", "cli"), "tensorboard": ("logs", "tensorboard")}
 
 
 def inspect_machine() -> list[Finding]:

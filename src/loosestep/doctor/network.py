@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import struct
@@ -72,7 +71,7 @@ def _slurm() -> list[Finding]:
         return []
     value = " ".join(f"{key}={given[key]}" for key in wanted if key in given)
     if given.get("SLURM_NTASKS", "1") != "1" and "RANK" not in os.environ:
-        advice = "Slurm does not set RANK and WORLD_SIZE: start torchrun once a node, by srun"
+        advice = "a loop of your own needs RANK and WORLD_SIZE; loosestep's commands take Slurm's"
         return [Finding("Slurm", value, Level.NOTE, advice)]
     return [Finding("Slurm", value)]
 
@@ -119,6 +118,10 @@ def _fact(interface: str, file: str) -> str:
 
 def address_of(interface: str) -> str:
     """Return an interface's IPv4 address, or ''."""
+    try:
+        import fcntl  # which Windows does not have
+    except ImportError:
+        return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("256s", interface.encode()[:15])
         try:

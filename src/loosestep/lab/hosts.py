@@ -22,6 +22,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from loosestep.errors import LoosestepError
@@ -54,6 +55,8 @@ class CannotEmulate(LoosestepError, RuntimeError):
 @functools.cache
 def missing() -> str:
     """Return what this machine lacks for emulated hosts, or ''."""
+    if not sys.platform.startswith("linux"):
+        return f"emulated hosts need Linux (this is {sys.platform})"
     tools = [tool for tool in _TOOLS if shutil.which(tool) is None]
     lacking = [] if os.geteuid() == 0 else [f"root (this is user {os.geteuid()})"]
     lacking += [f"the command {tool!r} (package {_TOOLS[tool]})" for tool in tools]
@@ -219,7 +222,10 @@ class _Holder:
     def attempt(self, command: str) -> str:
         """Run a command inside; return what went wrong, or ''."""
         line = [*self.inside, *command.split()]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=SECONDS)
+        try:
+            done = subprocess.run(line, capture_output=True, text=True, timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"no answer within {SECONDS:g} s"
         return "" if done.returncode == 0 else done.stderr.strip() or f"exit {done.returncode}"
 
     def end(self) -> None:

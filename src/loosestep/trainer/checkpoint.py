@@ -11,6 +11,7 @@ number of workers all start from the mean of the replicas.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -67,14 +68,20 @@ def write_part(folder: Path, rank: int, state: dict[str, Any]) -> str:
 def complete(run: Path, manifest: Manifest, keep: int) -> Path:
     """Make a checkpoint of which all parts are written visible, and drop the oldest ones."""
     partial = partial_folder(run, manifest.step)
+    missing = [name for name in manifest.files if not (partial / name).exists()]
+    if missing:
+        raise OSError(
+            errno.ENOENT, f"{missing[0]} is not there; all workers must share the folder of the run"
+        )
     with open(partial / MANIFEST, "w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, **vars(manifest)}, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
-    whole = whole_folder(run, manifest.step)
-    if whole.exists():  # the same step again, after a resume
-        shutil.rmtree(whole)
+    whole, aside = whole_folder(run, manifest.step), partial.with_suffix(".old")
+    if whole.exists():  # the same step again: one of the two is there at any time
+        whole.rename(aside)
     partial.rename(whole)
+    shutil.rmtree(aside, ignore_errors=True)
     _sync_folder(whole.parent)
     for old in _steps(run)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)

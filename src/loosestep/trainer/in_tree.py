@@ -188,6 +188,9 @@ class InTree:
         """Clip whole gradients."""
         torch.nn.utils.clip_grad_norm_(self._inner.parameters(), norm)
 
+    def arrive(self) -> None:
+        """Do nothing: nothing travels while a worker trains."""
+
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Hold the average of all replicas inside."""

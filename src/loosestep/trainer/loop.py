@@ -29,6 +29,7 @@ class Worker:
     feed: Feed
     num_steps: int | None
     step: int = 0  # finished
+    saved_step: int = -1  # of the last checkpoint
 
     @property
     def tokens(self) -> int:

@@ -72,21 +72,31 @@ def _exchanged(mine: str, doing: str) -> list[str]:
 
 
 def resume(worker: Worker, place: str) -> None:
-    """Go on from a checkpoint, with as many workers or another number of them."""
+    """Go on from a checkpoint; with other workers or another strategy, from the replicas' mean."""
     folder = checkpoint.find(place)
     manifest = checkpoint.read_manifest(folder)
     model = inner(worker.sharing.model)
     check_fits(folder, manifest, model, worker.task.describe(), worker.settings.seed)
+    # With another strategy replicas must be equal at first: it may never average them.
     same = manifest.num_workers == dist.get_world_size()
+    same = same and manifest.strategy == str(worker.settings.spec)
     part = _read(folder, manifest, _own_part if same else _mean_part)
     inner(worker.sharing.model).load_state_dict(part["model"])
-    worker.sharing.optimizer.load_state_dict(part["optimizer"])
-    if same and manifest.strategy == str(worker.settings.spec):
+    _load_optimizer(worker.sharing.optimizer, part["optimizer"])
+    if same:
         worker.sharing.load_state_dict(part["sharing"])
     else:
         worker.sharing.start_at(manifest.step)
     worker.step, worker.feed.position = manifest.step, manifest.samples
     worker.journal.inherit(checkpoint.run_of(folder), manifest.step, part["seconds"])
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: Part) -> None:
+    """Take the state back; weight decay is a setting, and may have been given anew."""
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        group["weight_decay"] = decay
 
 
 def check_fits(

@@ -54,6 +54,9 @@ class Sharing(Protocol):
     def clip(self, norm: float) -> None:
         """Clip the gradients' norm."""
 
+    def arrive(self) -> None:
+        """Wait for an average under way, which is applied when it is due."""
+
     def averaged(self) -> AbstractContextManager[None]:
         """Hold the average of all replicas inside."""
 
@@ -123,6 +126,10 @@ class Ours:
             self.optimizer.clip_grad_norm_(norm)
         else:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
+
+    def arrive(self) -> None:
+        """Wait for what travels."""
+        self.run.arrive()
 
     def averaged(self) -> AbstractContextManager[None]:
         """Hold the average of all replicas inside."""

@@ -80,7 +80,7 @@ class Stopping:
         names = [f"stop/{rank}" for rank in range(self._num_workers)]
         limit = time.monotonic() + self._timeout
         while not self._store.check(names):  # a blocking wait would keep others from the store
-            if time.monotonic() > limit:
+            if self._closed.is_set() or time.monotonic() > limit:
                 raise TimeoutError
             time.sleep(POLL_SECONDS / 10)
         return [self._store.get(name) for name in names]

@@ -137,7 +137,8 @@ def _matching(pattern: str) -> Iterator[Path]:
 
 
 def _in_folder(folder: Path) -> Iterator[Path]:
-    found = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _hidden(path)]
+    paths = sorted(folder.rglob("*"))
+    found = [p for p in paths if p.is_file() and not _hidden(p.relative_to(folder))]
     texts = [path for path in found if not is_binary(path)]
     if not texts:
         raise BadInput(f"{folder}: none of its {len(found)} files is text")

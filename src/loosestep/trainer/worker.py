@@ -177,7 +177,8 @@ def _steps(worker: Worker, orders: Orders) -> None:
 
 def _end(worker: Worker, orders: Orders, reason: str) -> None:
     if reason == INTERRUPTED:
-        _save(worker, orders)
+        if worker.saved_step != worker.step:
+            _save(worker, orders)
         return
     worker.sharing.finalize()
     _evaluate(worker)
@@ -208,6 +209,7 @@ def _write_step(worker: Worker, loss: float) -> None:
 
 
 def _evaluate(worker: Worker) -> None:
+    worker.sharing.arrive()  # an average is no part of what is left out: its time and bytes count
     with worker.journal.paused():
         loss = worker.evaluate()
         dist.barrier()
@@ -217,8 +219,10 @@ def _evaluate(worker: Worker) -> None:
 
 
 def _save(worker: Worker, orders: Orders) -> None:
+    worker.sharing.arrive()
     with worker.journal.paused():
         path = saving.save(worker, orders.folder)
+    worker.saved_step = worker.step
     if path is not None:
         worker.journal.event("save", step=worker.step, path=str(path))
 
