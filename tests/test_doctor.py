@@ -92,7 +92,7 @@ def test_slurm_without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_NTASKS", "4")
     assert found("Slurm").value == "SLURM_JOB_ID=7 SLURM_NTASKS=4"
-    assert "torchrun" in found("Slurm").advice
+    assert "RANK and WORLD_SIZE" in found("Slurm").advice
 
 
 def test_without_a_compiler() -> None:
