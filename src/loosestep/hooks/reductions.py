@@ -16,7 +16,7 @@ import torch
 
 from loosestep.groups import free_group, own_group
 from loosestep.peers import Peers, Phase
-from loosestep.wire import Reducer, Traffic
+from loosestep.wire import Handle, Reducer, Traffic
 
 Job = Callable[[], None]
 
@@ -65,12 +65,20 @@ class Reductions:
         try:
             if buffer.device.type != "cpu":
                 torch.accelerator.synchronize(buffer.device)  # the thread has streams of its own
-            handle = self.reducer.start(buffer, peers, slot)
+            handle = self._start(buffer, peers, slot)
             handle.wait()
             self.traffic.add(handle.traffic)
         except Exception as error:  # whatever it is, it belongs to whoever waits
             return error
         return None
+
+    def _start(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Handle:
+        takes_many = getattr(self.reducer, "takes_many", None)
+        if takes_many is not None and takes_many(peers, buffer.dtype, buffer.device):
+            # One loop without the interpreter, which the training thread needs meanwhile.
+            handle: Handle = getattr(self.reducer, "start_many")([buffer], peers)  # noqa: B009
+            return handle
+        return self.reducer.start(buffer, peers, slot)
 
     def close(self) -> None:
         """Finish what was asked for, end the thread and free the groups."""
