@@ -15,7 +15,7 @@ demo: $(READY)
 	$(BIN)/loosestep compare \
 	  torch-ddp torch-hierarchical:world=8 \
 	  loosestep=post_local_sgd:period=8,warmup=0,gradient_wire=exact,wire=int4,overlap=4 \
-	  --link 100mbit --or-loopback --steps 60 --eval-every 15 --report report.html
+	  --link 100mbit --or-loopback --steps 60 --eval-every 15 --target 2.5 --report report.html
 
 test: $(READY) browser
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -13,7 +13,7 @@ from loosestep.report import words
 from loosestep.report.facts import Facts
 from loosestep.trainer.mistakes import BadInput
 
-NAME_WIDTH = 24  # that a strategy's name has at least, if it needs it
+NAME_WIDTH = 20  # that a strategy's name has at least, if it needs it
 
 
 def rows(facts: Sequence[Facts], target: float | None) -> list[dict[str, Any]]:
@@ -37,13 +37,13 @@ def rows(facts: Sequence[Facts], target: float | None) -> list[dict[str, Any]]:
 
 def table(facts: Sequence[Facts], target: float | None) -> Table:
     """Return the table as it is shown."""
-    at = "" if target is None else f" {words.loss(target)}"
+    at = "loss" if target is None else words.loss(target)
     linked = all(run.info.link for run in facts)
     moved = "left a host" if linked else "sent by a worker"
-    columns = ("time", f"to loss{at}", "final loss", moved, "waiting", "a step")
+    columns = ("time", f"to {at}", "final loss", moved, "waiting", "a step")
     wide = max(len(run.label) for run in facts)
     name = Column("strategy", min_width=min(wide, NAME_WIDTH), overflow="fold")
-    result = Table(name, *(Column(text, overflow="fold") for text in columns))
+    result = Table(name, *(Column(text, overflow="fold") for text in columns), padding=(0, 0, 0, 1))
     for run in facts:
         result.add_row(
             run.label,
