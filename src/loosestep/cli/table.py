@@ -13,7 +13,7 @@ from loosestep.report import words
 from loosestep.report.facts import Facts
 from loosestep.trainer.mistakes import BadInput
 
-NAME_WIDTH = 20  # that a strategy's name has at least, if it needs it
+NAME_WIDTH = 18  # that a strategy's name has at least, if it needs it
 
 
 def rows(facts: Sequence[Facts], target: float | None) -> list[dict[str, Any]]:
