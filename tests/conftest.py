@@ -4,11 +4,16 @@ import os
 import re
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from loosestep.testing import RankPool
 
 ALLOWED_SKIPS = [r"no GPU"]
+
+# An example's first run may compile loops, and other processes may take the processor meanwhile.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 refused_skips: list[str] = []
 

@@ -18,6 +18,7 @@ from loosestep import (
     NotAttachable,
     NotFinite,
     Reducer,
+    Resident,
     Strategy,
     Topology,
     ZeroRedundancyOptimizer,
@@ -35,6 +36,7 @@ from tests.test_proofs import Experts
 STEPS = 9
 REDUCERS: dict[str, Reducer] = {
     "mean": Mean(),
+    "resident": Resident(),
     "int8": Int8(),
     "int4 + feedback": ErrorFeedback(Int4()),
 }
@@ -92,8 +94,10 @@ def test_the_exact_mean_shares_gradients_as_the_backend_does(
     """With Mean() for gradients training is what it was; and so it is with DDP."""
     plain = pool.run(4, train_by_backend, ranks)
     ours = pool.run(4, train, "mean", "plain", ranks)
+    resident = pool.run(4, train, "resident", "plain", ranks)
     for rank in ranks:
         assert close(parameters(ours[rank][0]), parameters(plain[rank]))
+        assert equal(parameters(ours[rank][0]), parameters(resident[rank][0]))
 
 
 def train_by_backend(ranks: list[int]) -> dict[str, torch.Tensor]:

@@ -50,7 +50,8 @@ optim optim.idle optim.post_local_sgd
 optim.kinds optim.spent optim.zero_options optim.prepare optim.shards optim.shard_set
 optim.shard_state optim.shard_checkpoint optim.shard_wire optim.stepping optim.zero
 hooks hooks.adapters hooks.gradients hooks.ddp hooks.plain hooks.fsdp hooks.post_local_sgd
-hooks.reductions hooks.compressed hooks.reduced hooks.backward hooks.plans hooks.zero hooks.sharded
+hooks.reductions hooks.compressed hooks.reduced hooks.resident
+hooks.backward hooks.plans hooks.zero hooks.sharded
 recipes scaling replica syncing adapting attach
 """.split()
 

@@ -12,9 +12,10 @@ from loosestep.hooks.adapters import Adapter, Together
 from loosestep.hooks.ddp import DDPAdapter, WholeBuckets, free_dispatcher
 from loosestep.hooks.fsdp import FSDPAdapter, mesh_ranks
 from loosestep.hooks.gradients import GradientSharing
-from loosestep.hooks.plain import PlainAdapter
+from loosestep.hooks.plain import Carrier, PlainAdapter, ToAll
 from loosestep.hooks.plans import REDUCTIONS_UNDER_WAY
 from loosestep.hooks.reduced import ByReducer, ReducedBuckets
+from loosestep.hooks.resident import InRooms
 from loosestep.hooks.sharded import ShardedBuckets, ShardedDDP, ShardGradients, ToOwners
 from loosestep.optim.zero import ZeroRedundancyOptimizer
 from loosestep.peers import Peers
@@ -23,6 +24,7 @@ from loosestep.replica import Replica, ShardedReplica
 from loosestep.schedule import Schedule
 from loosestep.tensors import holders_of
 from loosestep.topology import Topology
+from loosestep.wire import Reducer, Resident
 
 # Buckets of a plain module under way at once, by stage. Two: little is in memory twice.
 BUCKETS_UNDER_WAY = {1: REDUCTIONS_UNDER_WAY, 2: 2}
@@ -60,7 +62,14 @@ def make_adapter(
             "gradients of DTensors are shared for FSDP2 modules only; wrap the model with "
             "fully_shard, or let gradients stay local with gradients=None"
         )
-    return PlainAdapter(whole, sharing, ByReducer(sharing, reducer) if reducer else None)
+    return PlainAdapter(whole, sharing, _carrier(sharing, reducer))
+
+
+def _carrier(sharing: GradientSharing, reducer: Reducer | None) -> Carrier:
+    if reducer is None:
+        return ToAll(sharing)
+    by = InRooms if isinstance(reducer, Resident) else ByReducer
+    return by(sharing, reducer)
 
 
 def _sharded(

@@ -4,6 +4,8 @@ import ast
 import importlib
 import os
 import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -44,6 +46,7 @@ def build_namespace(contender: str) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())
     namespace = dict(vars(importlib.import_module(MODULE)))
     namespace["init_multigpu_helper"] = one_device_per_rank
+    namespace["_rank_temp_file"] = patient(namespace["_rank_temp_file"])
     if contender != "torch":
         subject = importlib.import_module(contender)
         namespace.update(dict.fromkeys(SUBJECTS, subject))
@@ -53,6 +56,20 @@ def build_namespace(contender: str) -> dict[str, Any]:
 def one_device_per_rank(world_size: int, backend: str) -> dict[int, list[int]]:
     """Stand in for the helper that deals out GPUs; the ids it gives are used no more."""
     return {rank: [rank] for rank in range(world_size)}
+
+
+def patient(
+    temporary_file: Callable[[], AbstractContextManager[str]],
+) -> Callable[[], AbstractContextManager[str]]:
+    """Let a file be removed when all ranks have read it: the wheel's first rank does not wait."""
+
+    @contextmanager
+    def file_of_all() -> Iterator[str]:
+        with temporary_file() as name:
+            yield name
+            dist.barrier()
+
+    return file_of_all
 
 
 def compile_method(function: ast.FunctionDef, namespace: dict[str, Any]) -> types.FunctionType:

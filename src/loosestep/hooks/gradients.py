@@ -57,6 +57,7 @@ class GradientSharing:
     peers: Callable[[str], Peers]
     telemetry: Telemetry
     step_traffic: Callable[[], Traffic] = Traffic  # what the step itself has moved since asked
+    _level: tuple[int, str | None] = (-1, None)  # of a step: every parameter's hook asks
     _moved: Traffic = field(default_factory=Traffic)
     _began: float = field(default=0.0)
     _ended: float = field(default=0.0)
@@ -65,7 +66,10 @@ class GradientSharing:
     @property
     def level(self) -> str | None:
         """The level that shares gradients at this step; None: they stay local."""
-        return self.schedule(self.clock.step).gradients
+        step = self.clock.step
+        if self._level[0] != step:
+            self._level = (step, self.schedule(step).gradients)
+        return self._level[1]
 
     def share(self, buffer: torch.Tensor, peers: Peers) -> torch.futures.Future[torch.Tensor]:
         """Launch the mean of a buffer and count it."""

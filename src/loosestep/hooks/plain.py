@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -33,23 +33,29 @@ class Bucket:
 
     def pack(self, buffer: torch.Tensor) -> torch.Tensor:
         """Copy the gradients in; one that this rank does not have counts as zero."""
-        for index, (parameter, part) in enumerate(self._parts(buffer)):
+        for parameter, part in self._parts(buffer):
             if parameter.grad is None:
                 part.zero_()
             else:
                 part.copy_(parameter.grad)
-            buffer[index - len(self.parameters)] = float(parameter.grad is not None)
+        used = [float(parameter.grad is not None) for parameter in self.parameters]
+        buffer[-self.num_flags :] = torch.tensor(used)
         return buffer
 
     def unpack(self, buffer: torch.Tensor) -> None:
         """Copy the means out; what no rank used keeps no gradient, so nothing decays it."""
-        used = buffer[-len(self.parameters) :].tolist()
+        used = buffer[-self.num_flags :].tolist()
         for count, (parameter, part) in zip(used, self._parts(buffer), strict=True):
-            if count == 0.0:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            parameter.grad.copy_(part)
+            if count:
+                self._give(parameter, part)
+
+    def take(self, parameter: torch.nn.Parameter) -> None:
+        """Do nothing: a gradient that is ready is packed with the others."""
+
+    def _give(self, parameter: torch.nn.Parameter, part: torch.Tensor) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        parameter.grad.copy_(part)
 
     def _parts(self, buffer: torch.Tensor) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         start = 0
@@ -69,6 +75,9 @@ class Carrier(Protocol):
     bucket_bytes: int  # larger: fewer messages; smaller: less memory, earlier overlap
     most_under_way: int | None  # buckets at once; fewer: less memory, more waiting in backward
     bucket_type: type[Bucket]
+
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """Make room for new buckets; all ranks come here together."""
 
     def launch(self, bucket: Bucket, level: str) -> Callable[[], None]:
         """Start to share; what is returned waits and puts the result where it belongs."""
@@ -93,6 +102,9 @@ class ToAll:
     def __init__(self, sharing: GradientSharing) -> None:
         self._sharing = sharing
         self._buffers: dict[Bucket, torch.Tensor] = {}
+
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """Give every bucket a buffer, made when it is first used."""
 
     def launch(self, bucket: Bucket, level: str) -> Callable[[], None]:
         """Launch the mean of the bucket over the level's group."""
@@ -131,7 +143,11 @@ class PlainAdapter:
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[torch.nn.Parameter, Bucket] = {}
         self._hooks: list[RemovableHandle] = []
-        self._adopt()
+        try:
+            self._adopt()
+        except BaseException:
+            self.close()
+            raise
         self._level: str | None = None  # that this backward shares on
         self._num_launched = 0
         self._landing: deque[Callable[[], None]] = deque()
@@ -176,6 +192,8 @@ class PlainAdapter:
             self._carrier.bucket_type(members)
             for members in _divide(new, self._carrier.bucket_bytes)
         ]
+        if buckets:
+            self._carrier.adopt(buckets)
         self._buckets += buckets
         self._bucket_of |= {p: bucket for bucket in buckets for p in bucket.parameters}
         self._hooks += [
@@ -197,6 +215,7 @@ class PlainAdapter:
             self._level = level
             Variable._execution_engine.queue_callback(self._finish)
         assert isinstance(parameter, torch.nn.Parameter)
+        self._bucket_of[parameter].take(parameter)
         self._bucket_of[parameter].missing.discard(parameter)
         for bucket in self._buckets[self._num_launched :]:
             if bucket.missing:

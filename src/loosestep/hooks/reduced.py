@@ -9,7 +9,7 @@ from loosestep.errors import NotFinite
 from loosestep.hooks.compressed import GradientHook
 from loosestep.hooks.gradients import GradientSharing, finished, mean_future
 from loosestep.hooks.plain import Bucket, ToAll
-from loosestep.hooks.reductions import Reductions
+from loosestep.hooks.reductions import Reductions, Shared
 from loosestep.peers import Phase
 from loosestep.wire import Reducer, Traffic
 
@@ -58,22 +58,19 @@ class ByReducer(ToAll):
         super().__init__(sharing)
         self._reductions = Reductions(reducer)
         self._slots: dict[Bucket, str] = {}
-        for level in sorted(sharing.schedule.gradient_levels()):
-            self._reductions.own_peers(sharing.peers(level))  # now, and not inside a backward
+        levels = sorted(sharing.schedule.gradient_levels())
+        # Now, and not inside a backward.
+        self._groups = [self._reductions.own_peers(sharing.peers(level)) for level in levels]
         self._counted = Counted([self._reductions.traffic])
         sharing.step_traffic = self._counted.since
 
     def launch(self, bucket: Bucket, level: str) -> Callable[[], None]:
         """Launch the mean of the bucket over the level's group."""
         if bucket not in self._buffers:
-            self._buffers[bucket] = bucket.parameters[0].new_empty(bucket.numel)
-            self._slots[bucket] = f"gradients {len(self._slots)}"
-        buffer, slot = bucket.pack(self._buffers[bucket]), self._slots[bucket]
-        peers = self._sharing.peers(level)
-        phase = Phase("sharing gradients", slot, self._sharing.clock.step)
+            self._take_in(bucket, bucket.parameters[0].new_empty(bucket.numel))
+        buffer, peers = bucket.pack(self._buffers[bucket]), self._sharing.peers(level)
         gradients, used = buffer[: -bucket.num_flags], buffer[-bucket.num_flags :]
-        self._sharing.count(Traffic())
-        shared = self._reductions.share(gradients, peers.during(phase), slot)
+        shared = self._share(bucket, gradients, level)
         flags = mean_future(used, peers.process_group) if peers.size > 1 else finished(used)
 
         def land() -> None:
@@ -87,6 +84,17 @@ class ByReducer(ToAll):
             bucket.unpack(buffer)
 
         return land
+
+    def _take_in(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        """Remember a new bucket's buffer, and by which name its error feedback goes."""
+        self._buffers[bucket] = buffer
+        self._slots[bucket] = f"gradients {len(self._slots)}"
+
+    def _share(self, bucket: Bucket, buffer: torch.Tensor, level: str) -> Shared:
+        slot = self._slots[bucket]
+        phase = Phase("sharing gradients", slot, self._sharing.clock.step)
+        self._sharing.count(Traffic())
+        return self._reductions.share(buffer, self._sharing.peers(level).during(phase), slot)
 
     def close(self) -> None:
         """End the thread."""

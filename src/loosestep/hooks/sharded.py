@@ -157,6 +157,9 @@ class ShardedBuckets:
         self._owners = owners
         self.most_under_way: int | None = most_under_way
 
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """Do nothing: room is taken when gradients are packed."""
+
     def launch(self, bucket: Bucket, level: str) -> Callable[[], None]:
         """Send every gradient to its owner and free it."""
         parameters = bucket.parameters

@@ -8,7 +8,8 @@
 The switch is a bridge in a namespace of its own. Both ends of an uplink are held to the rate, so
 that what a host sends and what it is sent are: host -> its eth0 -> bridge -> port -> other host.
 Ranks in one namespace talk through its loopback, as fast as the machine is, and count as one host
-for ``Topology.from_hosts``.
+for ``Topology.from_hosts``. Processors are divided among the hosts, where there are enough, so that
+one host's computing does not slow down another's.
 
 Nothing has a name outside: a namespace ends with the processes in it. Each is held by a process
 that reads from a pipe of ours and ends with it, so that a kill of this process leaves nothing.
@@ -34,7 +35,10 @@ PORT = "29500"  # of the store on the first host, where nobody else listens
 MOST_HOSTS = 200
 SECONDS = 30.0  # how long the kernel may take for one command
 
-_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+_TOOLS = {
+    **dict.fromkeys(("ip", "tc"), "iproute2"),
+    **dict.fromkeys(("unshare", "nsenter", "taskset"), "util-linux"),
+}
 # What the kernel must have, tried in a namespace that is gone at once.
 _TRIALS = {
     "bridges": f"ip link add {SWITCH} type bridge",
@@ -115,7 +119,14 @@ class EmulatedHosts:
 
     def inside(self, host: int) -> list[str]:
         """Return what to put before a command so that it runs on a host."""
-        return self._holder(host).inside
+        return [*on_processors(self.processors(host)), *self._holder(host).inside]
+
+    def processors(self, host: int) -> list[int]:
+        """Return which of this process's processors are the host's: all, if there are too few."""
+        self._check(host)
+        mine = sorted(os.sched_getaffinity(0))
+        bounds = [len(mine) * h // self.num_hosts for h in (host, host + 1)]
+        return mine[slice(*bounds)] if len(mine) >= self.num_hosts else mine
 
     def address(self, host: int) -> str:
         """Return a host's address, which all hosts can reach."""
@@ -181,6 +192,15 @@ class EmulatedHosts:
     def _check(self, host: int) -> None:
         if not 0 <= host < self.num_hosts:
             raise ValueError(f"host must lie in 0..{self.num_hosts - 1}, got {host!r}")
+
+
+def on_processors(numbers: list[int]) -> list[str]:
+    """Return what to put before a command so that it runs on some processors only.
+
+    >>> on_processors([0, 2])
+    ['taskset', '--cpu-list', '0,2']
+    """
+    return ["taskset", "--cpu-list", ",".join(map(str, numbers))]
 
 
 class _Holder:

@@ -1,6 +1,7 @@
 """Wires by name: how values travel, as it is written on a command line.
 
 exact                     the mean, rounded once
+resident                  the same, of values that live in memory shared by a host's workers
 bf16, fp16                16 bits
 int8, int4, int2          few bits and a scale for every block of values
 top1%, top0.5%            the largest values only
@@ -15,10 +16,22 @@ from collections.abc import Callable
 import torch
 
 from loosestep.trainer.mistakes import BadInput, nearest
-from loosestep.wire import Cast, ErrorFeedback, Int2, Int4, Int8, Mean, Reducer, TopK, TwoLevel
+from loosestep.wire import (
+    Cast,
+    ErrorFeedback,
+    Int2,
+    Int4,
+    Int8,
+    Mean,
+    Reducer,
+    Resident,
+    TopK,
+    TwoLevel,
+)
 
 WIRES: dict[str, Callable[[], Reducer]] = {
     "exact": Mean,
+    "resident": Resident,
     "bf16": lambda: Cast(torch.bfloat16),
     "fp16": lambda: Cast(torch.float16),
     "int8": Int8,
@@ -38,13 +51,15 @@ def wire(text: str) -> Reducer:
     inner = _named(name, text)
     if name == text:
         return inner
-    if name in ("exact", "bf16", "fp16"):
+    if name in ("exact", "resident", "bf16", "fp16"):
         raise BadInput(f"{text!r}: error feedback is for wires that lose much, such as int2+ef")
     return ErrorFeedback(inner)
 
 
 def parameter_wire(text: str) -> Reducer:
     """Return the reducer for parameters: one copy a host, which then travels by the wire."""
+    if text == "resident":
+        return Resident()
     return TwoLevel() if text == "exact" else TwoLevel(wire(text))
 
 

@@ -263,7 +263,7 @@ static int reduce(Train *train, int64_t i, double seconds) {
 /* Copy to memory that is not read again soon: past the caches, where lines need not be fetched. */
 #if defined(__SSE2__)
 #include <immintrin.h>
-static void copy_home(char *to, const char *from, size_t size) {
+void copy_home(char *to, const char *from, size_t size) {
     size_t at = (size_t)(-(uintptr_t)to & 63);
     if (at > size) at = size;
     memcpy(to, from, at);
@@ -275,7 +275,7 @@ static void copy_home(char *to, const char *from, size_t size) {
     memcpy(to + at, from + at, size - at);
 }
 #else
-static void copy_home(char *to, const char *from, size_t size) { memcpy(to, from, size); }
+void copy_home(char *to, const char *from, size_t size) { memcpy(to, from, size); }
 #endif
 
 static int collect(Train *train, int64_t i, double seconds) {

@@ -1,13 +1,14 @@
-"""Parameters that live in shared memory, so that averaging them copies nothing.
+"""Parameters or gradients that live in shared memory, so that averaging them copies nothing.
 
 The storage of every parameter is moved once, when an averager is bound: one segment a rank, which
 all neighbours map. At a sync each rank sums its slice straight out of everybody's parameters and
 writes the mean to all of them. Addresses are stable afterwards; what pointed to the old storage
-(a view that was taken before) does not follow.
+(a view that was taken before) does not follow. Gradients get rooms of their own (``room``).
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import weakref
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from loosestep.peers import Peers, Phase
 from loosestep.tensors import Named
 from loosestep.wire.board import Board, Home
+from loosestep.wire.fused import library
 from loosestep.wire.links import board_of
 from loosestep.wire.mean import Mean
 from loosestep.wire.segments import Segment
@@ -28,19 +30,25 @@ logger = logging.getLogger(__name__)
 _segments: weakref.WeakSet[Segment] = weakref.WeakSet()
 
 ALIGNMENT = 64  # bytes: what a vector unit likes
+LARGE = 64 << 10  # bytes from which going past the caches pays
+NO_MEMORY = "no shared memory to be had: {}"
 
 
 class Resident(Mean):
-    """The exact mean of parameters that are moved into shared memory when bound.
+    """The exact mean of tensors that are moved into shared memory.
 
-    The results are those of ``Mean`` to the bit. For parameters on the CPU whose ranks share hosts
+    The results are those of ``Mean`` to the bit. For tensors on the CPU whose ranks share hosts
     (other hosts are reached by the network, as ever); where nobody is near it is refused, so that
-    nobody waits for a speed that is not there. Bind before anything takes views of parameters or
-    captures their addresses.
+    nobody waits for a speed that is not there.
+
+    As ``reducer`` it moves parameters: attach before anything takes views of them or captures
+    their addresses. As ``gradient_reducer`` it moves the gradients of a plain module: after a
+    backward ``param.grad`` is a view of memory that the next backward writes again, so clone what
+    has to outlive it. (A DDP module's buckets are DDP's own, and are copied.)
 
     Example::
 
-        attach(model, optimizer, post_local_sgd(period=8, reducer=Resident()))
+        attach(model, optimizer, post_local_sgd(period=8, gradient_reducer=Resident()))
     """
 
     def bind(self, named: Sequence[Named], peers: Peers) -> None:
@@ -48,30 +56,66 @@ class Resident(Mean):
         if peers.size == 1:
             return
         board, tensors = board_of(peers), [t for _, t in named if isinstance(t, torch.nn.Parameter)]
-        refusal, segment = _refusal(board, tensors, peers), None
+        refusal, segment = _out_of_reach(board, peers) or _immovable(tensors), None
         if tensors and not refusal:
             try:
                 segment = _home_of(tensors) or _move(tensors)
             except OSError as error:
-                refusal = f"no shared memory to be had: {error}"
-        talking = peers.during(Phase("sharing resident parameters"))
-        _introduce(board, segment, refusal, talking)
+                refusal = NO_MEMORY.format(error)
+        _introduce("parameters", board, segment, refusal, peers)
 
     def __repr__(self) -> str:
         return "Resident()"
 
 
-def _refusal(board: Board, tensors: Sequence[torch.Tensor], peers: Peers) -> str:
-    """Return why these parameters cannot be resident, or ''."""
+def room(size: int, device: torch.device, groups: Sequence[Peers]) -> torch.Tensor:
+    """Return memory of mine for gradients, which the neighbours in all these groups see.
+
+    A collective call of every group; where one member cannot, all of it raise.
+    """
+    segment: Segment | None = None
+    for peers in groups:
+        if peers.size == 1:
+            continue
+        board = board_of(peers)
+        refusal = _out_of_reach(board, peers)
+        if device.type != "cpu":
+            refusal = f"they must be on the CPU, got {device}"
+        if segment is None and not refusal:
+            try:
+                segment = Segment.create(size)
+            except OSError as error:
+                refusal = NO_MEMORY.format(error)
+        _introduce("gradients", board, segment, refusal, peers)
+    return torch.empty(size, dtype=torch.uint8) if segment is None else segment.bytes()
+
+
+def move_in(place: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values to where they live from now on, which is not read again soon."""
+    loops = library("mean") if values.is_contiguous() and values.nbytes >= LARGE else None
+    if loops is None:
+        place.copy_(values)
+        return
+    addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (place, values)]
+    loops.copy_home(*addresses, ctypes.c_size_t(values.nbytes))
+
+
+def _out_of_reach(board: Board, peers: Peers) -> str:
+    """Return why memory would be of no use on this level, or ''."""
     host = next(members for members in board.hosts if peers.group_rank in members)
     missing = [peers.global_ranks[m] for m in host if m not in board.neighbours]
     missing.remove(peers.global_ranks[peers.group_rank])
     if missing or not board.any_neighbours:
         return f"ranks {missing or 'of other hosts'} are not reached through shared memory"
+    return ""
+
+
+def _immovable(tensors: Sequence[torch.Tensor]) -> str:
+    """Return why these parameters cannot be resident, or ''."""
     if any(tensor.device.type != "cpu" for tensor in tensors):
-        return f"parameters must be on the CPU, got {tensors[0].device}"
+        return f"they must be on the CPU, got {tensors[0].device}"
     if any(isinstance(tensor, DTensor) for tensor in tensors):
-        return "parameters must be whole, and these are DTensors"
+        return "they must be whole, and these are DTensors"
     return ""
 
 
@@ -110,8 +154,11 @@ def _placed(like: torch.Tensor, memory: torch.Tensor, place: int) -> torch.Tenso
     return new.set_(memory.untyped_storage(), offset, like.shape, like.stride())
 
 
-def _introduce(board: Board, segment: Segment | None, refusal: str, peers: Peers) -> None:
+def _introduce(
+    what: str, board: Board, segment: Segment | None, refusal: str, peers: Peers
+) -> None:
     """Let the neighbours map my segment and map theirs; raise on all where one cannot."""
+    peers = peers.during(Phase(f"sharing resident {what}"))
     key = len(board.shared) + 1
     fd, size = (-1, 0) if segment is None else (segment.fd, segment.size)
     cards = [json.loads(p) for p in peers.exchange(json.dumps([refusal, fd, size]).encode())]
@@ -123,12 +170,12 @@ def _introduce(board: Board, segment: Segment | None, refusal: str, peers: Peers
     for rank, reason in zip(peers.global_ranks, reasons, strict=True):
         if reason:
             raise ValueError(
-                f"parameters cannot be resident on level {peers.level!r} (ranks "
+                f"{what} cannot be resident on level {peers.level!r} (ranks "
                 f"{list(peers.global_ranks)}): rank {rank}: {reason}; use Mean(), which copies"
             )
     if segment is not None:
         board.shared.append(Home(segment.bytes().data_ptr(), segment.size, key, segment))
-    logger.info("level %r: parameters are resident in shared memory", peers.level)
+    logger.info("level %r: %s are resident in shared memory", peers.level, what)
 
 
 def _open(opened: dict[int, torch.Tensor], key: int, pid: int, fd: int, size: int) -> str:

@@ -1,0 +1,77 @@
+"""Gradients that live in shared memory: buckets that neighbours read and write where they are.
+
+A gradient is copied to its bucket as soon as backward has made it, while it is in the cache, and
+``param.grad`` is a view of the bucket from then on. Neighbours sum straight out of each other's
+buckets, so that one copy is all that is left of packing, sending and unpacking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from loosestep.hooks.plain import Bucket
+from loosestep.hooks.reduced import ByReducer
+from loosestep.wire.resident import ALIGNMENT, move_in, room
+
+
+class ResidentBucket(Bucket):
+    """A bucket that gradients are views of.
+
+    A parameter that is not contiguous keeps a gradient of its own, in the order of its memory,
+    which is copied to and fro.
+    """
+
+    def settle(self, buffer: torch.Tensor) -> None:
+        """Take a buffer for good."""
+        self._places = dict(super()._parts(buffer))
+
+    def take(self, parameter: torch.nn.Parameter) -> None:
+        """Let a gradient that is ready move in, unless it lives there already."""
+        place, gradient = self._places[parameter], parameter.grad
+        if gradient is not None and gradient is not place and parameter.is_contiguous():
+            move_in(place, gradient)
+            parameter.grad = place
+
+    def _parts(self, buffer: torch.Tensor) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        # The same tensors each time: copying one to itself is free.
+        return iter(self._places.items())
+
+    def _give(self, parameter: torch.nn.Parameter, part: torch.Tensor) -> None:
+        if parameter.is_contiguous():
+            parameter.grad = part
+        else:
+            super()._give(parameter, part)
+
+
+class InRooms(ByReducer):
+    """Buckets of a plain module in memory that the ranks of a host share."""
+
+    bucket_type = ResidentBucket
+
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """Let them move into memory that all levels' neighbours see."""
+        sizes = [self._bytes(bucket) for bucket in buckets]
+        memory = room(sum(sizes), buckets[0].parameters[0].device, self._groups)
+        for bucket, piece in zip(buckets, torch.split(memory[: sum(sizes)], sizes), strict=True):
+            assert isinstance(bucket, ResidentBucket)
+            buffer = piece.view(bucket.parameters[0].dtype)[: bucket.numel]
+            bucket.settle(buffer)
+            self._take_in(bucket, buffer)
+
+    def launch(self, bucket: Bucket, level: str) -> Callable[[], None]:
+        """Launch the mean of the bucket and of who used what: nothing is lost on the way."""
+        buffer = bucket.pack(self._buffers[bucket])
+        shared = self._share(bucket, buffer, level)
+
+        def land() -> None:
+            shared.wait()
+            self._sharing.arrived()
+            bucket.unpack(buffer)
+
+        return land
+
+    def _bytes(self, bucket: Bucket) -> int:
+        wanted = bucket.numel * bucket.parameters[0].element_size()
+        return -(-wanted // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,192 @@
+"""Gradients that live in memory which the ranks of a host share."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from loosestep import Mean, Reducer, Resident, Strategy, Topology, always, attach, ddp
+from loosestep.testing import RankPool, RanksFailed
+from tests.oracle import equal, snapshot
+from tests.test_proofs import Experts
+
+STEPS = 6
+REDUCERS: dict[str, Reducer] = {"mean": Mean(), "resident": Resident()}
+
+
+class Mixed(torch.nn.Module):
+    """Several dtypes, a matrix that is not contiguous, one that is large, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = torch.nn.Linear(8, 4099)  # from here on copies go past the caches
+        self.turned = torch.nn.Parameter(torch.randn(4099, 5).div(64).t())
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.narrow = torch.nn.Parameter(torch.randn(5).bfloat16())
+        self.wide = torch.nn.Parameter(torch.randn(5).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x) @ self.turned.t() * self.scale
+        result: torch.Tensor = (y + self.narrow + self.wide).square().mean()
+        return result
+
+
+def loss_of(net: torch.nn.Module, step: int, micro: int = 0) -> torch.Tensor:
+    torch.manual_seed(1000 * step + 10 * dist.get_rank() + micro)
+    loss: torch.Tensor = net(torch.randn(3, 8))
+    return loss
+
+
+def backward(net: torch.nn.Module, run: Any, step: int, loop: str) -> None:
+    """Run the backward passes of a step as some loop does."""
+    if loop == "micro-batches":
+        with run.no_sync():
+            loss_of(net, step).backward()
+            loss_of(net, step, 1).backward()
+    if loop == "two losses":
+        loss_of(net, step, 1).backward()
+    loss_of(net, step, 2).backward()
+    if loop == "clipped":
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+
+
+def train(reducer: str, loop: str, weights: bool = False) -> dict[str, torch.Tensor]:
+    net = Mixed()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    shares = {rank: 1.0 + rank for rank in range(dist.get_world_size())} if weights else None
+    topology = Topology({"world": [list(range(dist.get_world_size()))]}, weights=shares)
+    strategy = ddp(gradient_reducer=REDUCERS[reducer], topology=topology)
+    with attach(net, optimizer, strategy) as run:
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=loop != "kept")
+            backward(net, run, step, loop)
+            optimizer.step()
+    return snapshot(net)
+
+
+@pytest.mark.parametrize("loop", ["plain", "kept", "micro-batches", "two losses", "clipped"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_they_are_those_of_the_exact_mean(pool: RankPool, loop: str, size: int) -> None:
+    """To the bit, whatever the loop does with gradients between steps."""
+    assert equal(*(pool.run(size, train, name, loop)[0] for name in REDUCERS))
+
+
+def test_weights_count(pool: RankPool) -> None:
+    """Ranks that weigh more count for more, and all end equal."""
+    results = [pool.run(2, train, name, "plain", True) for name in REDUCERS]
+    assert equal(results[0][0], results[1][0])
+    assert equal(*results[1])
+
+
+def addresses() -> tuple[bool, bool]:
+    """Say whether gradients stay where they are, and whether a layout is kept."""
+    net = Mixed()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    seen = []
+    with attach(net, optimizer, ddp(gradient_reducer=Resident())):
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            seen.append({n: _address(p) for n, p in net.named_parameters() if p.is_contiguous()})
+            optimizer.step()
+        assert net.turned.grad is not None
+        own = net.turned.grad.stride() == net.turned.stride()
+    return seen[0] == seen[1], own
+
+
+def _address(parameter: torch.nn.Parameter) -> int:
+    assert parameter.grad is not None
+    return parameter.grad.data_ptr()
+
+
+def test_they_are_views_of_one_place(pool: RankPool) -> None:
+    """Contiguous ones stay where they are from step to step; others keep their layout."""
+    assert pool.run(2, addresses) == [(True, True)] * 2
+
+
+def train_experts(reducer: str) -> dict[str, torch.Tensor]:
+    net = Experts()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    with attach(net, optimizer, ddp(gradient_reducer=REDUCERS[reducer])):
+        for step in range(5):
+            torch.manual_seed(10 * step + dist.get_rank())
+            optimizer.zero_grad()
+            net(torch.randn(3, 4), (dist.get_rank() + step) % 2).square().sum().backward()
+            optimizer.step()
+    return snapshot(net)
+
+
+def test_unused_parameters(pool: RankPool) -> None:
+    """What one rank used gets the mean on all; what nobody used gets nothing and does not decay."""
+    whole, resident = (pool.run(2, train_experts, name) for name in REDUCERS)
+    assert equal(whole[0], resident[0])
+    assert equal(*resident)
+    assert torch.equal(resident[0]["unused.weight"], snapshot(Experts())["unused.weight"])
+
+
+def thaw(reducer: str) -> dict[str, torch.Tensor]:
+    net = Mixed()
+    net.first.requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with attach(net, optimizer, ddp(gradient_reducer=REDUCERS[reducer])):
+        for step in range(STEPS):
+            net.first.requires_grad_(step >= 2)
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            optimizer.step()
+    return snapshot(net)
+
+
+def test_thawed_parameters_move_in_too(pool: RankPool) -> None:
+    """Parameters that are trained later get room when they first have gradients."""
+    assert equal(*(pool.run(2, thaw, name)[0] for name in REDUCERS))
+
+
+def refuse() -> str:
+    os.environ["LOOSESTEP_SHARED_MEMORY"] = "0"
+    net = Mixed()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    try:
+        attach(net, optimizer, ddp(gradient_reducer=Resident()))
+    except ValueError as error:
+        loss_of(net, 0).backward()  # hooks are gone
+        return str(error)
+    finally:
+        del os.environ["LOOSESTEP_SHARED_MEMORY"]
+    return ""
+
+
+def test_refused_where_nobody_is_near(pool: RankPool) -> None:
+    """With the rule and the way out, on every rank."""
+    for text in pool.run(2, refuse):
+        assert "gradients cannot be resident" in text
+        assert "use Mean()" in text
+
+
+def lose_a_neighbour() -> None:
+    net = Mixed()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    topology = Topology({"world": [[0, 1]]}, timeout=20)
+    strategy = Strategy(
+        schedule=always(gradients="world"), topology=topology, gradient_reducer=Resident()
+    )
+    with attach(net, optimizer, strategy):
+        for step in range(3):
+            if dist.get_rank() == 1 and step == 1:
+                os.kill(os.getpid(), 9)
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            optimizer.step()
+
+
+def test_a_dead_neighbour_is_named(pool: RankPool) -> None:
+    """Nobody hangs, and the error says who is gone and for what it was waited."""
+    with pytest.raises(RanksFailed) as failure:
+        pool.run(2, lose_a_neighbour, timeout=60)
+    assert "PeerLost" in failure.value.failures[0]
+    assert "sharing gradients" in failure.value.failures[0]
