@@ -30,7 +30,7 @@ LONGER = 60  # of the others, so that they can come to DDP's loss
 EVERY = 15  # steps between evaluations: never while an average is under way, which they wait for
 RESULTS = Path(__file__).parent / "results"
 
-LOOSE = "post_local_sgd:period={},warmup=0,gradient_wire=exact,wire=int4,overlap=4"
+LOOSE = "post_local_sgd:period={},warmup=0,gradient_wire=resident,wire=int4,overlap=4"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ SETTINGS = Settings(
     depth=6,
     heads=6,
     context=128,
-    batch=3,
+    batch=2,
     lr=1e-3,
     lr_warmup=8,
     lr_floor=1.0,
