@@ -16,7 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from loosestep import (
     JsonLines,
+    Mean,
     RankMismatch,
+    Reducer,
+    Resident,
     Strategy,
     Telemetry,
     TensorBoard,
@@ -318,20 +321,23 @@ def test_detaching_leaves_plain_ddp(pool: RankPool) -> None:
     assert pool.run(2, detach_and_attach) == [(True, True, 0)] * 2
 
 
-def file_descriptors() -> int:
+def file_descriptors(reducer: Reducer | None) -> int:
     net = make_net()
     optimizer = sgd(net)
     counts = []
     for _ in range(4):
-        with attach(net, optimizer, post_local_sgd(2, warmup_steps=0)):
+        strategy = post_local_sgd(2, warmup_steps=0, gradient_reducer=reducer)
+        with attach(net, optimizer, strategy) as run:
             go(net, optimizer, 2)
+        assert run.clock.step == 2  # it is still there, and holds nothing
         counts.append(len(list(Path("/proc/self/fd").iterdir())))
     return counts[-1] - counts[0]
 
 
-def test_sockets_are_freed(pool: RankPool) -> None:
+@pytest.mark.parametrize("reducer", [None, Mean(), Resident()], ids=repr)
+def test_sockets_are_freed(pool: RankPool, reducer: Reducer | None) -> None:
     """Attaching again and again does not pile up descriptors."""
-    assert all(extra <= 2 for extra in pool.run(2, file_descriptors))
+    assert all(extra <= 2 for extra in pool.run(2, file_descriptors, reducer))
 
 
 def write_telemetry(folder: str) -> dict[str, Any]:

@@ -9,7 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from loosestep import Mean, Reducer, Resident, Strategy, Topology, always, attach, ddp
+from loosestep import (
+    Mean,
+    NotAttachable,
+    Reducer,
+    Resident,
+    Strategy,
+    Topology,
+    after,
+    always,
+    attach,
+    ddp,
+    every,
+)
 from loosestep.testing import RankPool, RanksFailed
 from tests.oracle import equal, snapshot
 from tests.test_proofs import Experts
@@ -19,7 +31,7 @@ REDUCERS: dict[str, Reducer] = {"mean": Mean(), "resident": Resident()}
 
 
 class Mixed(torch.nn.Module):
-    """Several dtypes, a matrix that is not contiguous, one that is large, and a scalar."""
+    """Several dtypes, a matrix that is not contiguous, a large one, a scalar, and nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,12 +40,14 @@ class Mixed(torch.nn.Module):
         self.turned = torch.nn.Parameter(torch.randn(4099, 5).div(64).t())
         self.scale = torch.nn.Parameter(torch.tensor(1.5))
         self.narrow = torch.nn.Parameter(torch.randn(5).bfloat16())
+        self.half = torch.nn.Parameter(torch.randn(5).half())
         self.wide = torch.nn.Parameter(torch.randn(5).double())
+        self.none = torch.nn.Parameter(torch.empty(0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.first(x) @ self.turned.t() * self.scale
-        result: torch.Tensor = (y + self.narrow + self.wide).square().mean()
-        return result
+        result: torch.Tensor = (y + self.narrow + self.half + self.wide).square().mean()
+        return result + self.none.sum()
 
 
 def loss_of(net: torch.nn.Module, step: int, micro: int = 0) -> torch.Tensor:
@@ -145,6 +159,58 @@ def thaw(reducer: str) -> dict[str, torch.Tensor]:
 def test_thawed_parameters_move_in_too(pool: RankPool) -> None:
     """Parameters that are trained later get room when they first have gradients."""
     assert equal(*(pool.run(2, thaw, name)[0] for name in REDUCERS))
+
+
+def test_a_rank_alone_needs_no_room(pool: RankPool) -> None:
+    """A group of one shares nothing, and its gradients are views all the same."""
+    assert equal(*(pool.run(1, train, name, "plain")[0] for name in REDUCERS))
+
+
+def refuse_on_some_ranks() -> str:
+    if dist.get_rank() >= 2:
+        os.environ["LOOSESTEP_SHARED_MEMORY"] = "0"
+    topology = Topology({"pair": [[0, 1], [2, 3]], "world": [[0, 1, 2, 3]]}, timeout=60)
+    strategy = Strategy(
+        schedule=after(2, every(4, "world", gradients="pair"), always(gradients="world")),
+        topology=topology,
+        gradient_reducer=Resident(),
+    )
+    net = Mixed()
+    try:
+        attach(net, torch.optim.SGD(net.parameters(), lr=1e-3), strategy)
+    except NotAttachable as error:
+        return str(error)
+    finally:
+        os.environ.pop("LOOSESTEP_SHARED_MEMORY", None)
+    return ""
+
+
+def test_all_ranks_hear_why_one_cannot(pool: RankPool) -> None:
+    """Also those whose own neighbours all could: nobody waits for somebody who has left."""
+    for text in pool.run(4, refuse_on_some_ranks, timeout=40):
+        assert "gradients cannot be resident" in text
+
+
+def accumulate_late() -> str:
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with attach(net, optimizer, ddp(gradient_reducer=Resident())):
+        weight = net.weight
+        again: list[Any] = [lambda: weight.square().sum().backward()]
+        # Runs inside backward, when all gradients are there and on their way.
+        weight.register_post_accumulate_grad_hook(lambda _: again and again.pop()())  # type: ignore[no-untyped-call]
+        net.bias.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]
+        try:
+            net(torch.randn(2, 4)).sum().backward()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_second_gradient_after_the_first_was_shared_is_an_error(pool: RankPool) -> None:
+    """It would be lost, or be written into what neighbours read."""
+    for text in pool.run(2, accumulate_late, timeout=60):
+        assert "use_reentrant=False" in text
 
 
 def refuse() -> str:

@@ -102,15 +102,19 @@ class After:
 
     def gradient_levels(self) -> frozenset[str]:
         """Return the levels that either half shares gradients with."""
-        return self.then.gradient_levels() | self.before.gradient_levels()
+        return frozenset().union(*(half.gradient_levels() for half in self._halves()))
 
     def parameter_levels(self) -> frozenset[str]:
         """Return the levels that either half averages over."""
-        return self.then.parameter_levels() | self.before.parameter_levels()
+        return frozenset().union(*(half.parameter_levels() for half in self._halves()))
 
     def chains(self) -> list[tuple[str, ...]]:
         """Return those of both halves."""
-        return [*chains_of(self.before), *chains_of(self.then)]
+        return [chain for half in self._halves() for chain in chains_of(half)]
+
+    def _halves(self) -> list[Schedule]:
+        """Return those that ever come."""
+        return [self.before, self.then] if self.start else [self.then]
 
 
 def every(period: int, level: str = "world", *, gradients: str | None = None) -> Levels:

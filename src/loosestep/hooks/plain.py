@@ -28,6 +28,7 @@ class Bucket:
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self.parameters = parameters
         self.missing = set(parameters)
+        self.launched = False  # in this backward
         self.num_flags = len(parameters)
         self.numel = sum(p.numel() for p in parameters) + self.num_flags
 
@@ -48,6 +49,22 @@ class Bucket:
         for count, (parameter, part) in zip(used, self._parts(buffer), strict=True):
             if count:
                 self._give(parameter, part)
+
+    def ready(self, parameter: torch.nn.Parameter) -> None:
+        """Note that backward has made a gradient."""
+        if self.launched:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} got a second gradient in one "
+                "backward, after the first was shared: checkpoints with use_reentrant=True run "
+                "backward inside backward (use use_reentrant=False), or an error has interrupted "
+                "the last backward (restart from a checkpoint)"
+            )
+        self.take(parameter)
+        self.missing.discard(parameter)
+
+    def reset(self) -> None:
+        """Await the next backward."""
+        self.missing, self.launched = set(self.parameters), False
 
     def take(self, parameter: torch.nn.Parameter) -> None:
         """Do nothing: a gradient that is ready is packed with the others."""
@@ -215,8 +232,7 @@ class PlainAdapter:
             self._level = level
             Variable._execution_engine.queue_callback(self._finish)
         assert isinstance(parameter, torch.nn.Parameter)
-        self._bucket_of[parameter].take(parameter)
-        self._bucket_of[parameter].missing.discard(parameter)
+        self._bucket_of[parameter].ready(parameter)
         for bucket in self._buckets[self._num_launched :]:
             if bucket.missing:
                 break
@@ -231,7 +247,7 @@ class PlainAdapter:
             self._land()
         self._sharing.stood_still(time.perf_counter() - began)
         for bucket in self._buckets:
-            bucket.missing = set(bucket.parameters)
+            bucket.reset()
         self._num_launched, self._level = 0, None
         error, self._not_finite = self._not_finite, None
         if error is not None:
@@ -243,6 +259,7 @@ class PlainAdapter:
         while most is not None and len(self._landing) >= most:
             self._land()
         self._landing.append(self._carrier.launch(bucket, self._level))
+        bucket.launched = True
         self._num_launched += 1
 
     def _land(self) -> None:

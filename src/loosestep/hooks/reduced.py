@@ -97,7 +97,8 @@ class ByReducer(ToAll):
         return self._reductions.share(buffer, self._sharing.peers(level).during(phase), slot)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread and let go of the groups."""
+        self._groups = []
         self._reductions.close()
 
 

@@ -51,14 +51,26 @@ class InRooms(ByReducer):
     bucket_type = ResidentBucket
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
-        """Let them move into memory that all levels' neighbours see."""
-        sizes = [self._bytes(bucket) for bucket in buckets]
-        memory = room(sum(sizes), buckets[0].parameters[0].device, self._groups)
-        for bucket, piece in zip(buckets, torch.split(memory[: sum(sizes)], sizes), strict=True):
+        """Let the first ones move into memory that all levels' neighbours see.
+
+        Those of parameters that are thawed later get memory of their own, which is copied to and
+        fro: making rooms is collective, and other levels' ranks need not be here at that step.
+        """
+        for bucket, buffer in zip(buckets, self._rooms(buckets), strict=True):
             assert isinstance(bucket, ResidentBucket)
-            buffer = piece.view(bucket.parameters[0].dtype)[: bucket.numel]
             bucket.settle(buffer)
             self._take_in(bucket, buffer)
+
+    def _rooms(self, buckets: Sequence[Bucket]) -> list[torch.Tensor]:
+        firsts = [bucket.parameters[0] for bucket in buckets]
+        sizes = [self._bytes(bucket) for bucket in buckets]
+        devices = [first.device for first in firsts]
+        memory = None if self._slots else room(sum(sizes), devices, self._groups)
+        if memory is None:
+            return [f.new_empty(b.numel) for f, b in zip(firsts, buckets, strict=True)]
+        pieces = torch.split(memory[: sum(sizes)], sizes)
+        wide = [piece.view(first.dtype) for piece, first in zip(pieces, firsts, strict=True)]
+        return [buffer[: b.numel] for buffer, b in zip(wide, buckets, strict=True)]
 
     def launch(self, bucket: Bucket, level: str) -> Callable[[], None]:
         """Launch the mean of the bucket and of who used what: nothing is lost on the way."""

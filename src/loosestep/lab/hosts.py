@@ -8,8 +8,8 @@
 The switch is a bridge in a namespace of its own. Both ends of an uplink are held to the rate, so
 that what a host sends and what it is sent are: host -> its eth0 -> bridge -> port -> other host.
 Ranks in one namespace talk through its loopback, as fast as the machine is, and count as one host
-for ``Topology.from_hosts``. Processors are divided among the hosts, where there are enough, so that
-one host's computing does not slow down another's.
+for ``Topology.from_hosts``. Every host gets as many processors as the others, where there are enough,
+so that the workers of one do not take the time of another's.
 
 Nothing has a name outside: a namespace ends with the processes in it. Each is held by a process
 that reads from a pipe of ours and ends with it, so that a kill of this process leaves nothing.
@@ -39,8 +39,9 @@ _TOOLS = {
     **dict.fromkeys(("ip", "tc"), "iproute2"),
     **dict.fromkeys(("unshare", "nsenter", "taskset"), "util-linux"),
 }
-# What the kernel must have, tried in a namespace that is gone at once.
+# What the kernel must have and allow, tried in a namespace that is gone at once.
 _TRIALS = {
+    "leave to choose processors (sched_setaffinity)": "taskset --cpu-list {processor} true",
     "bridges": f"ip link add {SWITCH} type bridge",
     "pairs of virtual interfaces (veth)": "ip link add port0 type veth peer name port1",
     "the token bucket filter (sch_tbf)": (
@@ -70,7 +71,8 @@ def missing() -> str:
 
 
 def _refused_by_kernel() -> list[str]:
-    steps = [f"{command} || exit {i}" for i, command in enumerate(_TRIALS.values(), FIRST_TRIAL)]
+    trials = [trial.format(processor=min(os.sched_getaffinity(0))) for trial in _TRIALS.values()]
+    steps = [f"{trial} || exit {i}" for i, trial in enumerate(trials, FIRST_TRIAL)]
     command = ["unshare", "--net", "sh", "-c", "; ".join(steps)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
@@ -122,11 +124,11 @@ class EmulatedHosts:
         return [*on_processors(self.processors(host)), *self._holder(host).inside]
 
     def processors(self, host: int) -> list[int]:
-        """Return which of this process's processors are the host's: all, if there are too few."""
+        """Return which of this process's processors are the host's; none: too few to divide."""
         self._check(host)
         mine = sorted(os.sched_getaffinity(0))
-        bounds = [len(mine) * h // self.num_hosts for h in (host, host + 1)]
-        return mine[slice(*bounds)] if len(mine) >= self.num_hosts else mine
+        share = len(mine) // self.num_hosts
+        return mine[share * host : share * (host + 1)]
 
     def address(self, host: int) -> str:
         """Return a host's address, which all hosts can reach."""
@@ -195,12 +197,12 @@ class EmulatedHosts:
 
 
 def on_processors(numbers: list[int]) -> list[str]:
-    """Return what to put before a command so that it runs on some processors only.
+    """Return what to put before a command so that it runs on some processors only; none: on all.
 
-    >>> on_processors([0, 2])
-    ['taskset', '--cpu-list', '0,2']
+    >>> on_processors([0, 2]), on_processors([])
+    (['taskset', '--cpu-list', '0,2'], [])
     """
-    return ["taskset", "--cpu-list", ",".join(map(str, numbers))]
+    return ["taskset", "--cpu-list", ",".join(map(str, numbers))] if numbers else []
 
 
 class _Holder:

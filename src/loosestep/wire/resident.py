@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
+from loosestep.errors import NotAttachable
 from loosestep.peers import Peers, Phase
 from loosestep.tensors import Named
 from loosestep.wire.board import Board, Home
@@ -38,13 +39,14 @@ class Resident(Mean):
     """The exact mean of tensors that are moved into shared memory.
 
     The results are those of ``Mean`` to the bit. For tensors on the CPU whose ranks share hosts
-    (other hosts are reached by the network, as ever); where nobody is near it is refused, so that
-    nobody waits for a speed that is not there.
+    (other hosts are reached by the network, as ever); in a group where nobody is near it is
+    refused, so that nobody waits for a speed that is not there.
 
     As ``reducer`` it moves parameters: attach before anything takes views of them or captures
     their addresses. As ``gradient_reducer`` it moves the gradients of a plain module: after a
     backward ``param.grad`` is a view of memory that the next backward writes again, so clone what
-    has to outlive it. (A DDP module's buckets are DDP's own, and are copied.)
+    has to outlive it, and leave it alone until backward returns: neighbours write to it. (A DDP
+    module's buckets are DDP's own, and are copied.)
 
     Example::
 
@@ -68,32 +70,38 @@ class Resident(Mean):
         return "Resident()"
 
 
-def room(size: int, device: torch.device, groups: Sequence[Peers]) -> torch.Tensor:
+def room(
+    size: int, devices: Sequence[torch.device], groups: Sequence[Peers]
+) -> torch.Tensor | None:
     """Return memory of mine for gradients, which the neighbours in all these groups see.
 
-    A collective call of every group; where one member cannot, all of it raise.
+    A collective call of every group; where one member cannot, all of it raise. None: there is
+    nobody else in any of them.
     """
     segment: Segment | None = None
-    for peers in groups:
+    strange = next((device for device in devices if device.type != "cpu"), None)
+    # The widest first: where a host cannot, all hear of it.
+    for peers in sorted(groups, key=lambda group: -group.size):
         if peers.size == 1:
             continue
         board = board_of(peers)
         refusal = _out_of_reach(board, peers)
-        if device.type != "cpu":
-            refusal = f"they must be on the CPU, got {device}"
+        if strange is not None:
+            refusal = f"they must be on the CPU, got {strange}"
         if segment is None and not refusal:
             try:
                 segment = Segment.create(size)
             except OSError as error:
                 refusal = NO_MEMORY.format(error)
         _introduce("gradients", board, segment, refusal, peers)
-    return torch.empty(size, dtype=torch.uint8) if segment is None else segment.bytes()
+    return None if segment is None else segment.bytes()
 
 
 def move_in(place: torch.Tensor, values: torch.Tensor) -> None:
     """Copy values to where they live from now on, which is not read again soon."""
-    loops = library("mean") if values.is_contiguous() and values.nbytes >= LARGE else None
-    if loops is None:
+    alike = values.dtype == place.dtype and values.device == place.device and values.is_contiguous()
+    loops = library("mean") if alike and values.nbytes >= LARGE else None
+    if loops is None or place.device.type != "cpu":
         place.copy_(values)
         return
     addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (place, values)]
@@ -169,9 +177,10 @@ def _introduce(
     reasons = [json.loads(payload) for payload in peers.exchange(json.dumps(refusal).encode())]
     for rank, reason in zip(peers.global_ranks, reasons, strict=True):
         if reason:
-            raise ValueError(
+            raise NotAttachable(
                 f"{what} cannot be resident on level {peers.level!r} (ranks "
-                f"{list(peers.global_ranks)}): rank {rank}: {reason}; use Mean(), which copies"
+                f"{list(peers.global_ranks)}): rank {rank}: {reason}; use Mean(), which "
+                "copies (on a command line: the wire exact)"
             )
     if segment is not None:
         board.shared.append(Home(segment.bytes().data_ptr(), segment.size, key, segment))

@@ -107,6 +107,10 @@ class Train:
             moved = piece.numel() - mine + (size - 1) * mine
             self.traffic.bytes_copied += moved * piece.element_size()
 
+    def _windows(self) -> int:
+        """Return where mine begin, for what does not live in shared memory."""
+        return self._board.arena_for(TRAINS).data_ptr() + self._board.layout.trains_start
+
     def _describe(self) -> _Train:
         """Return the whole journey as C sees it; what it points to is kept with it."""
         board, peers, pieces = self._board, self._peers, self._pieces
@@ -133,7 +137,7 @@ class Train:
             num_neighbours=len(neighbours),
             group_rank=peers.group_rank,
             group_size=peers.size,
-            arena=board.arena_for(TRAINS).data_ptr() + board.layout.trains_start,
+            arena=self._windows() if None in homes else None,
             window_bytes=board.layout.window_bytes,
             slots=SLOTS,
             buffers=buffers,
