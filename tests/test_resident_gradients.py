@@ -40,13 +40,13 @@ class Mixed(torch.nn.Module):
         self.turned = torch.nn.Parameter(torch.randn(4099, 5).div(64).t())
         self.scale = torch.nn.Parameter(torch.tensor(1.5))
         self.narrow = torch.nn.Parameter(torch.randn(5).bfloat16())
-        self.half = torch.nn.Parameter(torch.randn(5).half())
+        self.short = torch.nn.Parameter(torch.randn(5).half())
         self.wide = torch.nn.Parameter(torch.randn(5).double())
         self.none = torch.nn.Parameter(torch.empty(0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.first(x) @ self.turned.t() * self.scale
-        result: torch.Tensor = (y + self.narrow + self.half + self.wide).square().mean()
+        result: torch.Tensor = (y + self.narrow + self.short + self.wide).square().mean()
         return result + self.none.sum()
 
 
@@ -192,14 +192,15 @@ def test_all_ranks_hear_why_one_cannot(pool: RankPool) -> None:
 
 
 def accumulate_late() -> str:
-    net = torch.nn.Linear(4, 4)
+    net = torch.nn.Linear(4, 4, bias=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+
+    def once_more(weight: torch.Tensor) -> None:
+        with torch.enable_grad():  # inside backward, when the gradient is on its way
+            weight.square().sum().backward()
+
     with attach(net, optimizer, ddp(gradient_reducer=Resident())):
-        weight = net.weight
-        again: list[Any] = [lambda: weight.square().sum().backward()]
-        # Runs inside backward, when all gradients are there and on their way.
-        weight.register_post_accumulate_grad_hook(lambda _: again and again.pop()())  # type: ignore[no-untyped-call]
-        net.bias.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]
+        net.weight.register_post_accumulate_grad_hook(once_more)
         try:
             net(torch.randn(2, 4)).sum().backward()
         except RuntimeError as error:

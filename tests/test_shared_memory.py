@@ -200,11 +200,12 @@ import os, sys, torch, torch.distributed as dist
 from loosestep import PeriodicModelAverager, Resident
 rank, store = int(sys.argv[1]), "file://" + sys.argv[2]
 dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-net = torch.nn.Linear(700, 700)
-averager = PeriodicModelAverager(1, reducer=Resident())
+resident, copied = torch.nn.Linear(700, 700), torch.nn.Linear(700, 700)
+averagers = [PeriodicModelAverager(1, reducer=Resident()), PeriodicModelAverager(1)]
 print("ready", flush=True)
 while True:
-    averager.average_parameters(net.parameters())
+    averagers[0].average_parameters(resident.parameters())
+    averagers[1].average_parameters(copied.parameters())
 """
 
 

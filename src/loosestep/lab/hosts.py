@@ -8,8 +8,8 @@
 The switch is a bridge in a namespace of its own. Both ends of an uplink are held to the rate, so
 that what a host sends and what it is sent are: host -> its eth0 -> bridge -> port -> other host.
 Ranks in one namespace talk through its loopback, as fast as the machine is, and count as one host
-for ``Topology.from_hosts``. Every host gets as many processors as the others, where there are enough,
-so that the workers of one do not take the time of another's.
+for ``Topology.from_hosts``. Every host gets as many processors as the others, where there are
+enough, so that the workers of one do not take the time of another's.
 
 Nothing has a name outside: a namespace ends with the processes in it. Each is held by a process
 that reads from a pipe of ours and ends with it, so that a kill of this process leaves nothing.

@@ -67,7 +67,10 @@ class Settings:
     period: int | None = option(None, SHARE, "steps between averages")
     levels: str | None = option(None, SHARE, "the same by level: host=4,world=32", "LEVELS")
     wire: str | None = option(
-        None, SHARE, "exact, resident, bf16, fp16, int8, int4, int2, top1%%; +ef: error feedback", "WIRE"
+        None,
+        SHARE,
+        "exact, resident, bf16, fp16, int8, int4, int2, top1%%; +ef: error feedback",
+        "WIRE",
     )
     overlap: int | None = option(None, SHARE, "steps that an average may travel for")
     warmup: int | None = option(None, SHARE, "steps that share gradients with all at first")
