@@ -7,7 +7,7 @@ finish      carry all of them through and write them back (see ``pipeline``)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from loosestep.binding import Header, Progress, Statement, agree, state
 from loosestep.finite import first_nonfinite, not_finite, policy_of, ranks_without
-from loosestep.flat import WINDOW_BYTES, windows
+from loosestep.flat import OWN_WINDOW_BYTES, WINDOW_BYTES, windows
 from loosestep.groups import own_subgroup, private_twin, require_process_group, world_group
 from loosestep.peers import Peers, Phase, peers_of
 from loosestep.pipeline import Averaging, Direct, Job, Sender, jobs_of
@@ -33,6 +33,7 @@ from loosestep.tensors import (
 )
 from loosestep.topology import check_weights
 from loosestep.wire import Mean, Reducer, Traffic, links
+from loosestep.wire.division import Division, sampled
 from loosestep.wire.native import First
 
 
@@ -114,6 +115,7 @@ class Averager:
         self._subset = subset or (lambda ranks: _own_peers(peers, ranks))
         self._shards: dict[str, tuple[Holders, Peers]] = {}
         self._bound = False  # whether the reducer has seen the tensors
+        self._division: Division | None = None  # of the work inside a host, known from then on
         self._references = references if is_lossy(self.reducer) else None
         self._policy = policy_of(self.reducer) if is_lossy(self.reducer) else ""
 
@@ -140,15 +142,18 @@ class Averager:
             self._check_device(named[0][1].device)
             parts = memory(named)
             statement = state([*_originals(parts, named), *counters], *self._lines())
-            bad = first_nonfinite(_compressed(parts)) if self._policy else ""
+            bad = first_nonfinite(self._looked_at(named)) if self._policy else ""
         except (ValueError, TypeError) as error:
             refusal = error
             statement = Statement((*self._agreements, f"an error: {error}"))
         at = Progress() if progress is None else progress
         peers = self.peers.during(Phase("agreeing what to average", step=at.step))
-        headers = agree(peers, statement, replace(at, finite=not bad))
+        told = replace(at, finite=not bad, sample=at.sample or self.sample(named, at.step))
+        headers = agree(peers, statement, told)
         if refusal is not None:
             raise refusal
+        if self._division is not None:
+            self._division.check(peers, headers)
         skipped = self._skipped(headers, bad)
         if self._bind(named):
             parts = memory(named)
@@ -167,14 +172,52 @@ class Averager:
             return False
         self._bound = True
         bind(named, self.peers)
+        self._division = self._divide(self.peers)
+        if self._division is not None and named:
+            self._division.prepare(named[0][1].device)
         return True
+
+    def _divide(self, peers: Peers) -> Division | None:
+        """Return how the ranks of a host divide an average; a group's first call is collective."""
+        divide = getattr(self.reducer, "divide", None)
+        return None if divide is None else divide(peers)
+
+    def share(self, named: Sequence[Named]) -> list[Named]:
+        """Return the memory that this rank averages: all, or where hosts divide, its part."""
+        if self._division is None:
+            return memory(named)
+        keys, parts = _shard_keys(named), memory(named)
+        rest = [(name, tensor) for name, tensor in parts if not _divisible(name, keys)]
+        return [*self._division.share(_only_divisible(parts, keys)), *rest]
+
+    def hand_round(self, named: Sequence[Named], step: int) -> Traffic:
+        """Take from this host's other ranks what they have averaged; collective there."""
+        if self._division is None:
+            return Traffic()
+        divided = _only_divisible(memory(named), _shard_keys(named))
+        return self._division.hand_round(divided, step)
+
+    def sample(self, named: Sequence[Named], step: int) -> bytes:
+        """Return a mark of some values, by which ranks that should hold the same can tell."""
+        if self._division is None:
+            return b""
+        return sampled(_only_divisible(memory(named), _shard_keys(named)), step)
+
+    def _looked_at(self, named: Sequence[Named]) -> list[Named]:
+        """Return where infinities are looked for: in what this rank sends."""
+        skips = self._policy == "SKIP"  # then all ranks of a host must find the same
+        return _compressed(memory(named) if skips else self.share(named))
 
     @torch.no_grad()
     def start(self, agreed: Agreed) -> Averaging:
         """Launch the mean of what was agreed, and the maximum of its counters."""
+        return self._start(agreed, lambda: self.hand_round(agreed.parts, agreed.step))
+
+    def _start(self, agreed: Agreed, afterwards: Callable[[], Traffic]) -> Averaging:
         self._check_shards(agreed)
         jobs, largest = self._jobs(agreed), (agreed.counters, self.peers)
-        return Averaging(jobs, self._sender(jobs), largest=largest, step=agreed.step)
+        sender, step = self._sender(jobs), agreed.step
+        return Averaging(jobs, sender, largest=largest, step=step, afterwards=afterwards)
 
     def average(
         self, named: Sequence[Named], counters: Sequence[Named] = (), *, step: int = 0
@@ -186,6 +229,11 @@ class Averager:
         """Agree, average, take the largest counters, and hand round what the first rank has."""
         agreed = self.agree(parts.means, parts.largest, progress)
         return self.follow_first(parts, self.start(agreed).finish())
+
+    def average_share(self, parts: Parts, progress: Progress) -> Traffic:
+        """Do the same, but leave what this host's other ranks average to ``hand_round``."""
+        agreed = self.agree(parts.means, parts.largest, progress)
+        return self.follow_first(parts, self._start(agreed, Traffic).finish())
 
     def follow_first(self, parts: Parts, traffic: Traffic) -> Traffic:
         """Hand round what the first rank has, if that is asked for, and count it."""
@@ -245,21 +293,30 @@ class Averager:
     def _jobs(self, agreed: Agreed) -> list[Job]:
         jobs: list[Job] = []
         for key, group in _by_shard(agreed).items():
-            peers = replace(_without(self._shard(key)[1], agreed.skipped), checked=True)
-            size = min(self._window_bytes, links.window_bytes(peers))
-            if not is_lossy(self.reducer):
-                jobs += jobs_of(windows(group, size), peers, key)
-                continue
-            # Differences are copies in any case, so large pieces may share a window too.
-            jobs += jobs_of(windows(_compressed(group), size, size), peers, key)
-            jobs += jobs_of(windows(_exact(group), size), peers, key, exact=True)
+            peers = replace(self._shard(key)[1].muted(agreed.skipped), checked=True)
+            jobs += self._jobs_of_shard(key, group, peers)
         return jobs
 
+    def _jobs_of_shard(self, key: str, group: list[Named], peers: Peers) -> list[Job]:
+        size = min(self._window_bytes, links.window_bytes(peers))
+        division = None if key else self._divide(peers)
+        if division is None and not is_lossy(self.reducer):
+            return jobs_of(windows(group, size), peers, key)
+        exact = jobs_of(windows(_exact(group), size), peers, key, exact=True)
+        if division is not None:
+            peers = division.across
+            size = min(self._window_bytes, links.window_bytes(peers))
+        rest = _compressed(group) if division is None else division.share(_compressed(group))
+        # Differences are copies in any case, so large pieces may share a window too.
+        own = size if is_lossy(self.reducer) else OWN_WINDOW_BYTES
+        return [*jobs_of(windows(rest, size, own), peers, key), *exact]
+
     def _sender(self, jobs: Sequence[Job]) -> Sender:
+        reducer = self.reducer if self._division is None else self._division.reducer
         if self._references is None:
-            return Direct(self.reducer)
+            return Direct(reducer)
         self._references.follow(jobs)
-        return Differences(self.reducer, self._references)
+        return Differences(reducer, self._references)
 
     def _skipped(self, headers: Sequence[Header], bad: str) -> tuple[int, ...]:
         """Return the ranks that have no say in this sync; raise on all ranks if that cannot be."""
@@ -294,17 +351,17 @@ def _exact(named: Sequence[Named]) -> list[Named]:
     return [(name, tensor) for name, tensor in named if always_exact(name)]
 
 
-def _without(peers: Peers, skipped: tuple[int, ...]) -> Peers:
-    """Return the peers with a weight of 0 for those that have no say."""
-    if not set(skipped) & set(peers.global_ranks):
-        return peers
-    weights = peers.weights or (1.0,) * peers.size
-    pairs = zip(peers.global_ranks, weights, strict=True)
-    return replace(peers, weights=tuple(0.0 if rank in skipped else w for rank, w in pairs))
-
-
 def _shard_keys(named: Sequence[Named]) -> dict[str, str]:
     return {name: shard_key(tensor) for name, tensor in named}
+
+
+def _divisible(name: str, shard_keys: Mapping[str, str]) -> bool:
+    """Say whether the ranks of a host hold the same of a tensor: no buffer, and no shard."""
+    return not always_exact(name) and not shard_keys[name]
+
+
+def _only_divisible(parts: Sequence[Named], shard_keys: Mapping[str, str]) -> list[Named]:
+    return [(name, tensor) for name, tensor in parts if _divisible(name, shard_keys)]
 
 
 def _by_shard(agreed: Agreed) -> dict[str, list[Named]]:

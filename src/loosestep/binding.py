@@ -21,6 +21,7 @@ class Progress:
     final: bool = False  # it has no more steps of its own
     clean: bool = False  # it has taken none since the widest level averaged
     finite: bool = True  # none of its values is an infinity or NaN, as far as it looked
+    sample: bytes = b""  # a hash of some of its values, where ranks must hold the same
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,13 @@ class Header:
     final: bool
     clean: bool
     finite: bool = True
+    sample: bytes = b""
 
-    _FORMAT = "<16sq???"
+    _FORMAT = "<16sq???8s"
 
     def encode(self) -> bytes:
         """Return the header as bytes of one length."""
-        told = (self.digest, self.step, self.final, self.clean, self.finite)
+        told = (self.digest, self.step, self.final, self.clean, self.finite, self.sample)
         return struct.pack(self._FORMAT, *told)
 
     @classmethod
@@ -77,7 +79,7 @@ def agree(
     they disagree about.
     """
     at = Progress() if progress is None else progress
-    mine = Header(statement.digest, at.step, at.final, at.clean, at.finite)
+    mine = Header(statement.digest, at.step, at.final, at.clean, at.finite, at.sample)
     if peers.size == 1:
         return [mine]
     headers = [Header.decode(payload) for payload in peers.exchange_fixed(mine.encode())]

@@ -205,9 +205,9 @@ class ModelAverager(ABC):
         self._checked = True
         if self.overlap_steps:
             parts = self._parts(params)
-            self._overlap.prepare(parts)
             for due in self._levels():  # now, and not on the thread of an average
                 self._averager(due).prepare(parts.means, common=False)
+            self._overlap.prepare(self._averager(self._widest), parts)
         if self.module is None:
             warn_once(
                 "module",

@@ -50,11 +50,12 @@ class Overlap:
         """Say whether a mean is to be applied after ``step`` steps."""
         return self._flight is not None and step - self._flight.step >= self.steps
 
-    def prepare(self, parts: Parts) -> None:
+    def prepare(self, averager: Averager, parts: Parts) -> None:
         """Take the memory now: new pages are slow when they are first written."""
-        for copies in (self._snapshots, self._means):
-            for _, tensor in memory(copies.of(parts.everything)):
-                tensor.zero_()
+        named = _each_once(parts.everything)
+        snapshots, means = self._snapshots.of(averager.share(named)), self._means.of(named)
+        for _, tensor in [*snapshots, *memory(means)]:
+            tensor.zero_()
 
     @torch.no_grad()
     def launch(self, averager: Averager, parts: Parts, step: int, level: str) -> None:
@@ -62,10 +63,13 @@ class Overlap:
         assert self._flight is None, "one at a time"
         began = time.perf_counter()
         named = _each_once(parts.everything)
-        snapshots, means = self._snapshots.of(named), self._means.of(named)
-        _copy_(memory(snapshots), memory(named))
+        mine, means = averager.share(named), self._means.of(named)
+        snapshots = self._snapshots.of(mine)
+        _copy_(snapshots, mine)
         flight = self._flight = Flight(step, level, memory(means), peers=averager.peers)
-        flight.take_off(_Trip(averager, parts.replaced(dict(means)), snapshots, means, flight))
+        progress = Progress(step, sample=averager.sample(parts.means, step))
+        cargo = parts.replaced(dict(means))
+        flight.take_off(_Trip(averager, cargo, progress, snapshots, means, flight))
         flight.seconds_waited = time.perf_counter() - began
 
     def finish(self) -> None:
@@ -151,26 +155,29 @@ class _Trip:
 
     averager: Averager
     cargo: Parts  # the means, still to be averaged
-    snapshots: list[Named]
+    progress: Progress
+    snapshots: list[Named]  # of what this rank averages itself
     means: list[Named]
     flight: Flight
 
     @torch.no_grad()
     def __call__(self) -> Traffic:
         """Average the snapshots, and leave how far they were from the mean."""
-        snapshots = memory(self.snapshots)
-        with _beside(snapshots[0][1].device if snapshots else torch.device("cpu")):
-            _copy_(self.flight.differences, snapshots)
-            traffic = self.averager.average_parts(self.cargo, Progress(self.flight.step))
+        device = self.means[0][1].device if self.means else torch.device("cpu")
+        with _beside(device):
+            _copy_(self.averager.share(self.means), self.snapshots)
+            traffic = self.averager.average_share(self.cargo, self.progress)
             self.flight.differences = memory(self.means)  # again: a reducer may have moved them
-            self._differ(snapshots)
+            self._differ()
+            traffic.add(self.averager.hand_round(self.means, self.flight.step))
         return traffic
 
-    def _differ(self, snapshots: list[Named]) -> None:
+    def _differ(self) -> None:
         """Leave the differences; what was found finite on the way is not looked at again."""
         finite: list[tuple[torch.Tensor, torch.Tensor]] = []
         other: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for (name, mean), (_, snapshot) in zip(self.flight.differences, snapshots, strict=True):
+        mine = self.averager.share(self.means)
+        for (name, mean), (_, snapshot) in zip(mine, self.snapshots, strict=True):
             known = self.averager.only_finite and not always_exact(name)
             (finite if known else other).append((mean, snapshot))
         if finite:

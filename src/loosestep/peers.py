@@ -96,6 +96,14 @@ class Peers:
             return self.timeout
         return group_timeout(self._group).total_seconds()
 
+    def muted(self, ranks: Sequence[int]) -> Peers:
+        """Return the same with a weight of 0 for some global ranks, which then have no say."""
+        if not set(ranks) & set(self.global_ranks):
+            return self
+        weights = self.weights or (1.0,) * self.size
+        pairs = zip(self.global_ranks, weights, strict=True)
+        return replace(self, weights=tuple(0.0 if rank in ranks else w for rank, w in pairs))
+
     def next_tags(self, count: int) -> int:
         """Reserve ``count`` message tags, the same ones on every member, and return the first."""
         counter = _tags.setdefault(self._group, itertools.count(_FIRST_TAG))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -199,7 +199,9 @@ class Averaging:
         *,
         largest: tuple[Sequence[Named], Peers] | None = None,
         step: int | None = None,
+        afterwards: Callable[[], Traffic] = Traffic,
     ) -> None:
+        self._afterwards = afterwards
         self._jobs = deque(jobs)
         self._depth = min((links.depth(job.peers) for job in jobs), default=1)
         self._sender, self._largest, self._step = sender, largest, step
@@ -222,6 +224,7 @@ class Averaging:
             self.traffic.add(self._outbound.popleft().land())
         if self._largest is not None:
             self._take_largest(*self._largest)
+        self.traffic.add(self._afterwards())
         return self.traffic
 
     def _launch_some(self) -> None:

@@ -206,6 +206,17 @@ def sync_steps(schedule: Schedule) -> list[int]:
     return [step for step in looked_at if schedule(step).parameters is not None]
 
 
+def always_shares_gradients(schedule: Schedule) -> bool:
+    """Say whether gradients are shared on some level at every step, as far as one cares to look.
+
+    >>> always_shares_gradients(every(8, gradients="host")), always_shares_gradients(every(8))
+    (True, False)
+    """
+    first = (next_sync(schedule, 0) or (0, ""))[0]
+    looked_at = [*range(STEPS_LOOKED_AT), *range(first, first + STEPS_LOOKED_AT)]
+    return all(schedule(step).gradients is not None for step in looked_at)
+
+
 def check_overlap(overlap_steps: int, syncs: Iterable[int]) -> int:
     """Return ``overlap_steps``; raise where two averages at steps ``syncs`` are closer than that.
 

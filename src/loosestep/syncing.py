@@ -36,7 +36,7 @@ class Syncs:
         self._clean = False  # whether no step was taken since the widest level averaged
         self._overlap = Overlap(overlap_steps)
         if overlap_steps:
-            self._overlap.prepare(replica.parts())
+            self._overlap.prepare(replica.averager(replica.widest), replica.parts())
 
     def follow(self, step: int) -> None:
         """Do what is due now that ``step`` steps are finished."""

@@ -28,6 +28,7 @@ from loosestep.groups import own_subgroup
 from loosestep.peers import Peers
 from loosestep.policies import choose
 from loosestep.tensors import Named
+from loosestep.wire.division import Division
 from loosestep.wire.exchange import Task
 from loosestep.wire.links import board_of, largest
 from loosestep.wire.mean import Mean, MeanInFlight
@@ -145,6 +146,18 @@ class TwoLevel:
             buffer.zero_()  # it has no say, and gets the others' mean
         weights = peers.weights or (1.0,) * peers.size
         return replace(peers, weights=tuple(w * (m in allowed) for m, w in enumerate(weights)))
+
+    def divide(self, peers: Peers) -> Division | None:
+        """Return how the ranks of a host divide an average; None: there is nothing to divide.
+
+        A group's first call is collective.
+        """
+        if self.hosts is Hosts.DIFFER or peers.size == 1:
+            return None
+        ways = self._ways_of(peers)
+        if ways is None or len(ways.inside) == 1:
+            return None
+        return Division(*ways.peers(peers), ways.hosts, self.inner)
 
     def takes_many(self, peers: Peers, dtype: torch.dtype, device: torch.device) -> bool:
         """Say whether ``start_many`` can be used: where there is one host only."""

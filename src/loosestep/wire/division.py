@@ -1,0 +1,131 @@
+"""Averages divided among the ranks of a host, where those hold the same values.
+
+    share       each rank takes one part of the tensors, as views
+    average     with the ranks that take the same part on other hosts
+    hand round  each rank gives its neighbours what came of its part
+
+So of n ranks each copies, compresses and remembers one n-th, and one copy leaves the host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from loosestep.binding import Header
+from loosestep.errors import RankMismatch
+from loosestep.flat import slices
+from loosestep.peers import Peers, Phase
+from loosestep.replicas import fingerprints
+from loosestep.tensors import Named
+from loosestep.wire.links import reach
+from loosestep.wire.parcels import GatherFromOwners
+from loosestep.wire.reducer import Reducer, Traffic
+
+SAMPLE = 1 << 12  # elements that ranks of a host compare at a sync
+
+
+@dataclass(frozen=True)
+class Division:
+    """Who of a host takes which part."""
+
+    inside: Peers  # the ranks of this host
+    across: Peers  # those that take the same part, one on every host
+    hosts: Sequence[tuple[int, ...]]  # all of them, by group rank
+    reducer: Reducer  # what averages across
+
+    def share(self, named: Sequence[Named]) -> list[Named]:
+        """Return this rank's part of the tensors."""
+        return shares(named, self.inside.size)[self.inside.group_rank]
+
+    def prepare(self, device: torch.device) -> None:
+        """Meet the neighbours; collective."""
+        reach(self.inside, device)
+
+    def hand_round(self, named: Sequence[Named], step: int) -> Traffic:
+        """Give the neighbours this rank's part of the tensors, and take theirs, in place."""
+        traffic, phase = Traffic(), Phase("handing round inside the host", step=step)
+        parts = shares(named, self.inside.size)
+        for dtype in sorted({tensor.dtype for _, tensor in named}, key=str):
+            homes = [[t for _, t in part if t.dtype == dtype] for part in parts]
+            places = [[home.contiguous().view(-1) for home in part] for part in homes]
+            gather = GatherFromOwners(places, self.inside.during(phase))
+            gather.wait()
+            _copy_back(itertools.chain(*homes), itertools.chain(*places))
+            traffic.add(gather.traffic)
+        return traffic
+
+    def check(self, peers: Peers, headers: Sequence[Header]) -> None:
+        """Raise on all ranks if what they told of their values differs inside a host."""
+        for host in self.hosts:
+            if len({headers[member].sample for member in host}) > 1:
+                ranks = [peers.global_ranks[member] for member in host]
+                raise RankMismatch(
+                    f"rank {peers.global_ranks[peers.group_rank]}: hosts='agree' says that the "
+                    f"ranks of a host hold the same values, but those of ranks {ranks} differ "
+                    f"(level {peers.level!r}). Nothing has been changed; share gradients inside "
+                    "hosts at every step, or use TwoLevel(..., hosts='differ')"
+                )
+
+
+def shares(named: Sequence[Named], count: int) -> list[list[Named]]:
+    """Cut tensors into ``count`` parts of about the same size, between rows.
+
+    The cut depends on shapes only, so that all ranks know all parts.
+
+    >>> w, b = torch.zeros(3, 2), torch.zeros(2)
+    >>> [[(name, len(t)) for name, t in part] for part in shares([("w", w), ("b", b)], 2)]
+    [[('w rows 0:2', 2)], [('w rows 2:3', 1), ('b', 2)]]
+    """
+    bounds = slices(sum(tensor.numel() for _, tensor in named), count)
+    parts: list[list[Named]] = [[] for _ in bounds]
+    at = 0
+    for name, tensor in named:
+        for part, (start, stop) in zip(parts, bounds, strict=True):
+            first, last = _row(tensor, start - at), _row(tensor, stop - at)
+            if first < last:
+                part.append(_rows(name, tensor, first, last))
+        at += tensor.numel()
+    return parts
+
+
+def sampled(named: Sequence[Named], step: int) -> bytes:
+    """Return a hash of some of the values, of another tensor at every sync."""
+    filled = [(name, tensor) for name, tensor in named if tensor.numel()]
+    if not filled:
+        return b""
+    name, tensor = filled[step % len(filled)]
+    rows = max(1, SAMPLE // max(1, tensor.numel() // _num_rows(tensor)))
+    front = tensor[:rows] if tensor.dim() else tensor
+    (line,) = fingerprints([(name, front)])
+    return hashlib.blake2b(line.encode(), digest_size=8).digest()
+
+
+def _num_rows(tensor: torch.Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 1
+
+
+def _row(tensor: torch.Tensor, element: int) -> int:
+    """Return the first row that begins at an element or after it."""
+    if not tensor.numel():
+        return 0
+    rows = _num_rows(tensor)
+    size = tensor.numel() // rows
+    return min(max(-(-element // size), 0), rows)
+
+
+def _rows(name: str, tensor: torch.Tensor, first: int, last: int) -> Named:
+    if last - first == _num_rows(tensor):
+        return name, tensor
+    return f"{name} rows {first}:{last}", tensor[first:last]
+
+
+def _copy_back(homes: Iterable[torch.Tensor], places: Iterable[torch.Tensor]) -> None:
+    """Write what came into homes whose elements do not follow each other."""
+    for home, place in zip(homes, places, strict=True):
+        if not home.is_contiguous():
+            home.copy_(place.view(home.shape))
