@@ -42,8 +42,8 @@ wire.exchange wire.reducer wire.sockets wire.kernel wire.fused wire.segments wir
 wire.pieces wire.memory wire.train wire.lending wire.links wire.mean wire.resident
 wire.parcels wire.native
 wire.rounding wire.codec_c wire.codec_torch wire.codec wire.codec_blocks wire.codec_topk
-wire.codec_cast wire.codec_table wire.nonfinite wire.division wire.two_level wire.compressed wire.quantize
-wire.topk wire.feedback wire.cast wire
+wire.codec_cast wire.codec_table wire.nonfinite wire.division wire.two_level wire.compressed
+wire.quantize wire.topk wire.feedback wire.cast wire
 telemetry.sinks telemetry.record telemetry
 finite pipeline references averaging flight overlap parameters periods model_averager averagers
 optim optim.idle optim.post_local_sgd

@@ -9,6 +9,7 @@ So of n ranks each copies, compresses and remembers one n-th, and one copy leave
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
@@ -81,16 +82,23 @@ def shares(named: Sequence[Named], count: int) -> list[list[Named]]:
     >>> [[(name, len(t)) for name, t in part] for part in shares([("w", w), ("b", b)], 2)]
     [[('w rows 0:2', 2)], [('w rows 2:3', 1), ('b', 2)]]
     """
-    bounds = slices(sum(tensor.numel() for _, tensor in named), count)
-    parts: list[list[Named]] = [[] for _ in bounds]
+    cuts = _cuts(tuple(tensor.shape for _, tensor in named), count)
+    return [[_rows(*named[index], first, last) for index, first, last in cut] for cut in cuts]
+
+
+@functools.lru_cache(maxsize=64)
+def _cuts(shapes: tuple[torch.Size, ...], count: int) -> list[list[tuple[int, int, int]]]:
+    """Return for every part which rows of which tensors it holds."""
+    bounds = slices(sum(shape.numel() for shape in shapes), count)
+    cuts: list[list[tuple[int, int, int]]] = [[] for _ in bounds]
     at = 0
-    for name, tensor in named:
-        for part, (start, stop) in zip(parts, bounds, strict=True):
-            first, last = _row(tensor, start - at), _row(tensor, stop - at)
+    for index, shape in enumerate(shapes):
+        for cut, (start, stop) in zip(cuts, bounds, strict=True):
+            first, last = _row(shape, start - at), _row(shape, stop - at)
             if first < last:
-                part.append(_rows(name, tensor, first, last))
-        at += tensor.numel()
-    return parts
+                cut.append((index, first, last))
+        at += shape.numel()
+    return cuts
 
 
 def sampled(named: Sequence[Named], step: int) -> bytes:
@@ -99,27 +107,27 @@ def sampled(named: Sequence[Named], step: int) -> bytes:
     if not filled:
         return b""
     name, tensor = filled[step % len(filled)]
-    rows = max(1, SAMPLE // max(1, tensor.numel() // _num_rows(tensor)))
+    rows = max(1, SAMPLE // max(1, tensor.numel() // _num_rows(tensor.shape)))
     front = tensor[:rows] if tensor.dim() else tensor
     (line,) = fingerprints([(name, front)])
     return hashlib.blake2b(line.encode(), digest_size=8).digest()
 
 
-def _num_rows(tensor: torch.Tensor) -> int:
-    return tensor.shape[0] if tensor.dim() else 1
+def _num_rows(shape: torch.Size) -> int:
+    return shape[0] if shape else 1
 
 
-def _row(tensor: torch.Tensor, element: int) -> int:
+def _row(shape: torch.Size, element: int) -> int:
     """Return the first row that begins at an element or after it."""
-    if not tensor.numel():
+    if not shape.numel():
         return 0
-    rows = _num_rows(tensor)
-    size = tensor.numel() // rows
+    rows = _num_rows(shape)
+    size = shape.numel() // rows
     return min(max(-(-element // size), 0), rows)
 
 
 def _rows(name: str, tensor: torch.Tensor, first: int, last: int) -> Named:
-    if last - first == _num_rows(tensor):
+    if last - first == _num_rows(tensor.shape):
         return name, tensor
     return f"{name} rows {first}:{last}", tensor[first:last]
 
