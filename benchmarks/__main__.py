@@ -17,6 +17,7 @@ from benchmarks import (
     link,
     peers,
     training,
+    training_losses,
     zero,
     zero_link,
 )
@@ -31,6 +32,7 @@ BENCHMARKS = {
     "link": link.run,
     "peers": peers.run,
     "training": training.run,
+    "training_losses": training_losses.run,
     "zero": zero.run,
     "zero_link": zero_link.run,
 }

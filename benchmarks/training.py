@@ -2,10 +2,11 @@
 
 The hosts are network namespaces. In one run, seed by seed: computing alone (the floor), DDP,
 PyTorch's hierarchical averaging with gradients shared inside a host, and loosestep at the same
-periods. Measured are seconds a step, from the first to the last; the held-out loss after the tokens
-that DDP has seen; and the time to the loss that DDP reaches with them. Learning rates are constant
-after a warm-up, so that those who may train longer have trained alike until then. Time and bytes of
-evaluations are left out.
+periods and at a short one. Measured are seconds a step, from the first to the last; the held-out
+loss after the tokens that DDP has seen; and the time to the loss that DDP reaches with them.
+Learning rates are constant after a warm-up, so that those who may train longer have trained alike
+until then; ``training_losses`` has the losses of whole trainings. Time and bytes of evaluations are
+left out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ LONGER = 60  # of the others, so that they can come to DDP's loss
 EVERY = 15  # steps between evaluations: never while an average is under way, which they wait for
 RESULTS = Path(__file__).parent / "results"
 
-LOOSE = "post_local_sgd:period={},warmup=0,gradient_wire=resident,wire=int4,overlap=4"
+LOOSE = "post_local_sgd:period={},warmup=0,gradient_wire=resident,"
+HIDDEN = LOOSE + "wire=int4,overlap=4"
+OFTEN = LOOSE.format(4) + "wire=int2+ef"  # a delay would cost more of the loss than it hides
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,12 @@ CONTENDERS = (
     Contender("DDP", "torch-ddp", STEPS),
     Contender("in-tree, period 8", "torch-hierarchical:world=8"),
     Contender("in-tree, period 32", "torch-hierarchical:world=32"),
-    Contender("loosestep, period 8", LOOSE.format(8)),
+    Contender("loosestep, period 8", HIDDEN.format(8)),
+    Contender("loosestep, period 4", OFTEN),
     Contender("compute alone", "alone", STEPS),  # beside those that should come near it
-    Contender("loosestep, period 32", LOOSE.format(32)),
+    Contender("loosestep, period 32", HIDDEN.format(32)),
 )
+AGAIN = CONTENDERS[-2:]  # a second time: they differ by less than the machine does
 
 SHARING = [contender.name for contender in CONTENDERS if contender.spec != "alone"]
 
@@ -75,24 +80,38 @@ def run(rounds: int) -> list[Row]:
         print(f"left out: {missing()}")
         return []
     with tempfile.TemporaryDirectory() as folder:
-        runs = [
-            {contender.name: train(contender, seed, Path(folder)) for contender in CONTENDERS}
-            for seed in range(min(rounds, 3))
-        ]
-        last = sorted(Path(folder).glob("0-*"))
+        runs = [_train_all(seed, Path(folder)) for seed in range(min(rounds, 3))]
         RESULTS.mkdir(exist_ok=True)
-        write_report([run for run in last if "compute" not in run.name], RESULTS / "training.html")
-    return [*_speeds(runs), *_losses(runs), *_times(runs)]
+        own = [run_folder(Path(folder), name, 0) for name in SHARING]
+        write_report(own, RESULTS / "training.html")
+    return [*_speeds(runs), *_pairs(runs), *losses(_first(runs)), *_times(_first(runs))]
 
 
-def train(contender: Contender, seed: int, folder: Path) -> Facts:
+def _train_all(seed: int, folder: Path) -> dict[str, list[Facts]]:
+    found = {contender.name: [train(contender, seed, folder)] for contender in CONTENDERS}
+    for contender in AGAIN:
+        found[contender.name].append(train(contender, seed, folder / "again"))
+    return found
+
+
+def run_folder(folder: Path, name: str, seed: int) -> Path:
+    return folder / f"{seed}-{name.replace(' ', '-').replace(',', '')}"
+
+
+def train(
+    contender: Contender,
+    seed: int,
+    folder: Path,
+    settings: Settings = SETTINGS,
+    rate: str = RATE,
+) -> Facts:
     """Train once, on hosts of its own."""
-    own = folder / f"{seed}-{contender.name.replace(' ', '-').replace(',', '')}"
-    own.mkdir()
-    settings = replace(SETTINGS, strategy=contender.spec, seed=seed, steps=contender.steps)
-    link = {"rate": RATE, "hosts": HOSTS, "workers_per_host": EACH}
+    own = run_folder(folder, contender.name, seed)
+    own.mkdir(parents=True)
+    settings = replace(settings, strategy=contender.spec, seed=seed, steps=contender.steps)
+    link = {"rate": rate, "hosts": HOSTS, "workers_per_host": EACH}
     orders = Orders(settings=settings, folder=own, name=contender.name, link=link)
-    with EmulatedHosts(HOSTS, Link(RATE)) as hosts:
+    with EmulatedHosts(HOSTS, Link(rate)) as hosts:
         outcome = run_here(orders, HOSTS, HOSTS * EACH, hosts, lambda: None)
     if outcome.code:
         raise RuntimeError(f"{contender.name}: {outcome.message}")
@@ -108,11 +127,16 @@ def step_seconds(facts: Facts) -> float:
 
 
 def loss_at(facts: Facts, step: int) -> float:
-    return next(p.loss for p in facts.course.evals if p.step == step and p.loss is not None)
+    """Return the loss after a step; at the end of training, that of the result."""
+    return [p.loss for p in facts.course.evals if p.step == step and p.loss is not None][-1]
 
 
-def _speeds(runs: list[dict[str, Facts]]) -> list[Row]:
-    found = {name: [step_seconds(one[name]) for one in runs] for name in runs[0]}
+def _first(runs: list[dict[str, list[Facts]]]) -> list[dict[str, Facts]]:
+    return [{name: found[0] for name, found in one.items()} for one in runs]
+
+
+def _speeds(runs: list[dict[str, list[Facts]]]) -> list[Row]:
+    found = {name: [step_seconds(f) for one in runs for f in one[name]] for name in runs[0]}
     medians = {name: statistics.median(values) for name, values in found.items()}
     return [
         Row(
@@ -127,17 +151,32 @@ def _speeds(runs: list[dict[str, Facts]]) -> list[Row]:
     ]
 
 
+def _pairs(runs: list[dict[str, list[Facts]]]) -> list[Row]:
+    """How much longer steps take than computing alone right before or after."""
+    alone, near = (contender.name for contender in AGAIN)
+    ratios = [
+        step_seconds(b) / step_seconds(a)
+        for one in runs
+        for a, b in zip(one[alone], one[near], strict=True)
+    ]
+    print(f"{near}, times computing alone, pair by pair: {[round(ratio, 2) for ratio in ratios]}")
+    spread = (min(ratios), max(ratios))
+    return [Row("times compute alone, in pairs", near, statistics.median(ratios), spread, {}, "x")]
+
+
 def _others(name: str) -> list[str]:
-    period = [f"in-tree, {name.split(', ')[1]}"] if name.startswith("loosestep") else []
-    return [other for other in ("compute alone", "DDP", *period) if other != name]
+    period = f"in-tree, {name.split(', ')[-1]}"
+    rivals = ["compute alone", "DDP", *([period] if period in SHARING else [])]
+    return [other for other in rivals if other != name]
 
 
-def _losses(runs: list[dict[str, Facts]]) -> list[Row]:
-    """Held-out losses after as many tokens, and how much above DDP's they are."""
+def losses(runs: list[dict[str, Facts]], step: int = STEPS) -> list[Row]:
+    """Held-out losses after as many tokens, and how many times DDP's they are."""
     result = []
     for name in SHARING:
-        values = [loss_at(one[name], STEPS) for one in runs]
-        over = [loss_at(one[name], STEPS) / loss_at(one["DDP"], STEPS) for one in runs]
+        values = [loss_at(one[name], step) for one in runs]
+        over = [loss_at(one[name], step) / loss_at(one["DDP"], step) for one in runs]
+        print(f"{name}, times DDP's loss, by seed: {[round(ratio, 4) for ratio in over]}")
         ratios = {"DDP's loss": statistics.mean(over)}
         spread = (min(values), max(values))
         result.append(

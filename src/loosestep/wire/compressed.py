@@ -6,6 +6,9 @@
     mean = sum of share_r * decoded_r over the ranks r, in rank order, in float32,
     share_r = w_r / sum of w_r
 
+Two ranks swap everything instead, each part of it encoded once, and both take the mean: as many
+bytes, on one way in place of two, and nothing is lost on a way back.
+
 A rank treats its own values as the others' are: encoded and decoded. So all ranks end bit-equal.
 Every message to an owner ends with a byte that says whether its sender's whole buffer is finite,
 so that all ranks know of all ranks before anything is overwritten.
@@ -104,14 +107,15 @@ class Compressed:
         draws = self._draws(f"{peers.level}/{slot}", peers.global_ranks[peers.group_rank])
         sent = self.bytes_on_wire(buffer.numel(), buffer.dtype, peers.size, peers.group_rank)
         order = _Order(slot, self.codec, self.on_nonfinite, draws, memories)
-        return _InFlight(order, Task(buffer, peers), Traffic(bytes_sent=sent))
+        kind = _Swap if peers.size == 2 else _InFlight
+        return kind(order, Task(buffer, peers), Traffic(bytes_sent=sent))
 
     def bytes_on_wire(
         self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
     ) -> int:
         """Return the others' parts with a flag each, and my own part to each of them."""
-        if group_size == 1:
-            return 0
+        if group_size <= 2:  # nothing, or everything once
+            return (group_size - 1) * (self.codec.nbytes(numel) + FLAG_BYTES)
         sizes = [self.codec.nbytes(stop - start) for start, stop in slices(numel, group_size)]
         mine = sizes[group_rank]
         return sum(sizes) - mine + (group_size - 1) * (mine + FLAG_BYTES)
@@ -154,7 +158,7 @@ class _InFlight:
     def __init__(self, order: _Order, task: Task, traffic: Traffic) -> None:
         self.traffic = traffic
         self._order, self._task, self._peers = order, task, task.peers
-        self._codec, self._mine = order.codec, task.mine
+        self._codec, self._bounds, self._mine = order.codec, *self._divide(task)
         self._error: Exception | None = None
         self._reduced = False
         self._tag = self._peers.next_tags(2)
@@ -162,10 +166,15 @@ class _InFlight:
         self._inbox = {p: self._room(self._mine, FLAG_BYTES) for p in self._peers.others}
         self._arriving, self._leaving = self._post(self._outbox, self._inbox, self._tag)
 
+    @staticmethod
+    def _divide(task: Task) -> tuple[list[tuple[int, int]], torch.Tensor]:
+        """Return what each message holds, and of what this rank takes the mean."""
+        return task.bounds, task.mine
+
     @property
     def bytes_held(self) -> int:
         """All messages to owners, and what memories need; the same number on every rank."""
-        parts = [self._codec.nbytes(stop - start) + FLAG_BYTES for start, stop in self._task.bounds]
+        parts = [self._codec.nbytes(stop - start) + FLAG_BYTES for start, stop in self._bounds]
         return sum(parts) + len(parts) * max(parts) + self._order.memories.sent.bytes_held
 
     def advance(self) -> None:
@@ -177,7 +186,7 @@ class _InFlight:
             self._inbox[self._peers.group_rank] = self._outbox[self._peers.group_rank]
             members = self._members()
             self._remember()
-            self._hand_round(self._mean(members))
+            self._reduce(members)
             self._reduced = True
 
     def wait(self) -> None:
@@ -198,7 +207,7 @@ class _InFlight:
         bad = counts and not all_finite(values)
         wanted = self._order.memories.sent.carry(values) if counts and not bad else None
         outbox = {}
-        for member, (start, stop) in enumerate(self._task.bounds):
+        for member, (start, stop) in enumerate(self._bounds):
             message = self._room(values[start:stop], FLAG_BYTES)
             if wanted is None:
                 message.zero_()
@@ -225,14 +234,14 @@ class _InFlight:
             return
 
         def decoded(out: torch.Tensor) -> None:
-            for member, (start, stop) in enumerate(self._task.bounds):
+            for member, (start, stop) in enumerate(self._bounds):
                 self._codec.decode(self._outbox[member], stop - start, out[start:stop])
 
         self._order.memories.sent.keep(self._wanted, decoded)
         self._wanted = None
 
     def _mean(self, members: list[int]) -> torch.Tensor:
-        """Return the message with the mean of my part."""
+        """Return the mean of my part."""
         weights = self._peers.weights or (1.0,) * self._peers.size
         whole = sum(weights[p] for p in members)
         total = STAGING.take(self._mine.numel(), torch.float32, self._mine.device).zero_()
@@ -241,13 +250,18 @@ class _InFlight:
             self._codec.add(self._inbox[member], total, share)
         total.clamp_(-LARGEST, LARGEST)
         self._sample(total, members)
+        return total
+
+    def _reduce(self, members: list[int]) -> None:
+        """Encode the mean of my part and hand it round."""
+        total = self._mean(members)
         wanted, message = self._order.memories.mean.carry(total), self._room(self._mine)
         self._codec.encode(wanted, message, self._order.draws("mean"))
         self._order.memories.mean.keep(
             wanted, lambda out: self._codec.decode(message, out.numel(), out)
         )
         STAGING.give(total)
-        return message
+        self._hand_round(message)
 
     def _sample(self, mean: torch.Tensor, members: list[int]) -> None:
         """Estimate from the front of my part how far apart the replicas are."""
@@ -277,9 +291,7 @@ class _InFlight:
             return
         wide = STAGING.take(part.numel(), torch.float32, part.device)
         self._codec.decode(message, part.numel(), wide)
-        # A level of a codec may lie beyond the range of a narrower dtype.
-        limit = min(LARGEST, torch.finfo(part.dtype).max)
-        part.copy_(wide.clamp_(-limit, limit))
+        _narrow(wide, part)
         STAGING.give(wide)
 
     def _room(self, part: torch.Tensor, more: int = 0) -> torch.Tensor:
@@ -293,6 +305,36 @@ class _InFlight:
         sends = [Message(outgoing[p], p, outgoing=True) for p in others if outgoing[p].numel()]
         transfers = self._peers.post([*receives, *sends], tag)
         return transfers[: len(receives)], transfers[len(receives) :]
+
+
+class _Swap(_InFlight):
+    """One buffer between two ranks: everything there, and both take the mean."""
+
+    @staticmethod
+    def _divide(task: Task) -> tuple[list[tuple[int, int]], torch.Tensor]:
+        return [(0, task.buffer.numel())], task.buffer
+
+    def _encode(self, values: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        wanted, outbox = super()._encode(values)
+        return wanted, dict.fromkeys((0, 1), outbox[0])
+
+    def _reduce(self, members: list[int]) -> None:
+        """Write the mean; nothing comes back."""
+        total = self._mean(members)
+        _narrow(total, self._mine)
+        STAGING.give(total)
+        me = self._peers.group_rank
+        _give({1 - me: self._inbox[1 - me]})
+        self._inbox, self._arriving = {}, []
+        self._outbox = {me: self._outbox[me]}  # it may still be on its way
+
+
+def _narrow(wide: torch.Tensor, part: torch.Tensor) -> None:
+    """Write float32 values, which may lie beyond the range of a narrower dtype."""
+    if part.dtype != torch.float32:
+        limit = min(LARGEST, torch.finfo(part.dtype).max)
+        wide.clamp_(-limit, limit)
+    part.copy_(wide)
 
 
 def _wait(transfers: list[Transfer]) -> None:
