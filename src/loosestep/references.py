@@ -77,7 +77,7 @@ def remember(references: References, jobs: Sequence[Job]) -> None:
     """Keep the windows' values, which all ranks must have in common."""
     references.follow(jobs)
     for job in jobs:
-        if job.peers.size > 1 and not job.exact:
+        if job.peers.size > 1 and job.by is None:
             window = job.window
             empty = torch.empty(window.numel, dtype=window.dtype, device=window.device)
             references.keep(job.slot, pack(window, empty))
@@ -100,7 +100,7 @@ class Differences:
 
     def send(self, job: Job, phase: Phase) -> Sent:
         """Launch the mean of the differences; parameters stay as they are until it is there."""
-        if job.peers.size == 1 or job.exact:
+        if job.peers.size == 1 or job.by is not None:
             return Direct(Mean()).send(job, phase)
         reference = self.references.get(job.slot, job.window.device)
         peers = job.peers.during(phase)

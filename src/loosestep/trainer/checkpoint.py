@@ -42,6 +42,7 @@ class Manifest:
     samples: int  # of it that all workers have used together
     files: dict[str, str]  # SHA-256 by name
     settings: dict[str, Any]  # of the run that wrote it
+    layout: str = ""  # which workers were on which host
 
 
 def partial_folder(run: Path, step: int) -> Path:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from loosestep.recipes import Strategy
+from loosestep.schedule import always_shares_gradients
 from loosestep.telemetry import Telemetry
 from loosestep.topology import Topology
 from loosestep.trainer.in_tree import CONTENDERS, InTree, Plan
@@ -15,6 +18,7 @@ from loosestep.trainer.mistakes import BadInput, nearest
 from loosestep.trainer.settings import Settings
 from loosestep.trainer.sharing import OptimizerPlan, Ours, Sharing
 from loosestep.trainer.specs import OURS, Spec, Value, arguments_of
+from loosestep.wire import TwoLevel
 
 
 def names() -> list[str]:
@@ -63,7 +67,23 @@ def make_sharing(
     spec = settings.spec
     if spec.name in CONTENDERS:
         return InTree(model, optimizer, _plan(spec), topology, telemetry)
-    return Ours(model, optimizer, spec.strategy(topology), telemetry, settings.timeout)
+    strategy = _divided(spec.strategy(topology), topology)
+    return Ours(model, optimizer, strategy, telemetry, settings.timeout)
+
+
+def _divided(strategy: Strategy, topology: Topology) -> Strategy:
+    """Let the workers of a host divide averages, where shared gradients keep them equal.
+
+    That is so on hosts whose workers share gradients at every step; those of ``--hosts`` may be
+    others than a reducer finds.
+    """
+    reducer, real = strategy.reducer, Topology.from_hosts(timeout=topology.timeout)
+    same = real.levels["host"] == topology.levels["host"]
+    shares = same and strategy.sharding is None and always_shares_gradients(strategy.schedule)
+    if not shares or not isinstance(reducer, TwoLevel):
+        return strategy
+    agreeing = TwoLevel(reducer.inner, hosts="agree", ranks_per_host=reducer.ranks_per_host)
+    return replace(strategy, reducer=agreeing)
 
 
 def _plan(spec: Spec) -> Plan:

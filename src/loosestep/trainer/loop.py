@@ -28,6 +28,7 @@ class Worker:
     stopping: Stopping
     feed: Feed
     num_steps: int | None
+    layout: str = ""  # which workers are on which host
     step: int = 0  # finished
     saved_step: int = -1  # of the last checkpoint
 

@@ -47,6 +47,7 @@ def _manifest(worker: Worker, hashes: list[str]) -> Manifest:
         samples=worker.feed.position,
         files={f"rank-{rank}.pt": digest for rank, digest in enumerate(hashes)},
         settings=asdict(worker.settings),
+        layout=worker.layout,
     )
 
 
@@ -72,7 +73,7 @@ def _exchanged(mine: str, doing: str) -> list[str]:
 
 
 def resume(worker: Worker, place: str) -> None:
-    """Go on from a checkpoint; with other workers or another strategy, from the replicas' mean."""
+    """Go on from a checkpoint; with other workers, hosts or strategy, from the replicas' mean."""
     folder = checkpoint.find(place)
     manifest = checkpoint.read_manifest(folder)
     model = inner(worker.sharing.model)
@@ -80,6 +81,7 @@ def resume(worker: Worker, place: str) -> None:
     # With another strategy replicas must be equal at first: it may never average them.
     same = manifest.num_workers == dist.get_world_size()
     same = same and manifest.strategy == str(worker.settings.spec)
+    same = same and manifest.layout == worker.layout  # workers of a host may have to be equal
     part = _read(folder, manifest, _own_part if same else _mean_part)
     inner(worker.sharing.model).load_state_dict(part["model"])
     _load_optimizer(worker.sharing.optimizer, part["optimizer"])

@@ -15,15 +15,15 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from loosestep.recipes import RECIPES, Strategy
-from loosestep.schedule import always, always_shares_gradients
+from loosestep.schedule import always
 from loosestep.topology import Topology
 from loosestep.trainer.mistakes import BadInput, nearest
 from loosestep.trainer.wires import parameter_wire, wire
-from loosestep.wire import Reducer, TwoLevel
+from loosestep.wire import Reducer
 
 
 def alone(*, topology: Topology | None = None) -> Strategy:
@@ -70,19 +70,9 @@ class Spec:
         recipe = _recipe(self.name)
         arguments = arguments_of(self.name, recipe, self.options)
         try:
-            return _dividing(recipe(**arguments, topology=topology))
+            return recipe(**arguments, topology=topology)
         except (ValueError, TypeError) as error:
             raise BadInput(f"strategy {self}: {error}") from error
-
-
-def _dividing(strategy: Strategy) -> Strategy:
-    """Let the workers of a host divide averages, where shared gradients keep them equal."""
-    reducer = strategy.reducer
-    equal = strategy.sharding is None and always_shares_gradients(strategy.schedule)
-    if not equal or not isinstance(reducer, TwoLevel):
-        return strategy
-    divided = TwoLevel(reducer.inner, hosts="agree", ranks_per_host=reducer.ranks_per_host)
-    return replace(strategy, reducer=divided)
 
 
 def parse_spec(text: str) -> Spec:

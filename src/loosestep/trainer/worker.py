@@ -124,7 +124,8 @@ def prepare(orders: Orders, task: Task, undo: ExitStack) -> Worker:
     undo.callback(stopping.close)
     feed = make_feed(task, settings, rank, size)
     num_steps = settings.num_steps(feed.together * settings.accumulate * task.units_per_sample)
-    worker = Worker(settings, task, sharing, journal, stopping, feed, num_steps)
+    layout = topology.describe()
+    worker = Worker(settings, task, sharing, journal, stopping, feed, num_steps, layout)
     if settings.resume is not None:
         saving.resume(worker, settings.resume)
     if rank == 0:

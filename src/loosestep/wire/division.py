@@ -9,10 +9,11 @@ So of n ranks each copies, compresses and remembers one n-th, and one copy leave
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,13 +22,13 @@ from loosestep.binding import Header
 from loosestep.errors import RankMismatch
 from loosestep.flat import slices
 from loosestep.peers import Peers, Phase
-from loosestep.replicas import fingerprints
 from loosestep.tensors import Named
 from loosestep.wire.links import reach
 from loosestep.wire.parcels import GatherFromOwners
 from loosestep.wire.reducer import Reducer, Traffic
 
-SAMPLE = 1 << 12  # elements that ranks of a host compare at a sync
+SAMPLE = 16  # elements of every tensor that ranks of a host compare at a sync
+ROWS = " rows "  # between the name of a tensor and those of its rows that a part holds
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Division:
     across: Peers  # those that take the same part, one on every host
     hosts: Sequence[tuple[int, ...]]  # all of them, by group rank
     reducer: Reducer  # what averages across
+    undivided: Reducer  # and what over all ranks, where those of a host differ
 
     def share(self, named: Sequence[Named]) -> list[Named]:
         """Return this rank's part of the tensors."""
@@ -51,12 +53,12 @@ class Division:
         """Give the neighbours this rank's part of the tensors, and take theirs, in place."""
         traffic, phase = Traffic(), Phase("handing round inside the host", step=step)
         parts = shares(named, self.inside.size)
-        for dtype in sorted({tensor.dtype for _, tensor in named}, key=str):
+        for dtype in sorted({tensor.dtype for part in parts for _, tensor in part}, key=str):
             homes = [[t for _, t in part if t.dtype == dtype] for part in parts]
             places = [[home.contiguous().view(-1) for home in part] for part in homes]
             gather = GatherFromOwners(places, self.inside.during(phase))
             gather.wait()
-            _copy_back(itertools.chain(*homes), itertools.chain(*places))
+            _copy_back(list(itertools.chain(*homes)), list(itertools.chain(*places)))
             traffic.add(gather.traffic)
         return traffic
 
@@ -102,15 +104,26 @@ def _cuts(shapes: tuple[torch.Size, ...], count: int) -> list[list[tuple[int, in
 
 
 def sampled(named: Sequence[Named], step: int) -> bytes:
-    """Return a hash of some of the values, of another tensor at every sync."""
-    filled = [(name, tensor) for name, tensor in named if tensor.numel()]
-    if not filled:
+    """Return a hash of some elements of every tensor, of others at another step.
+
+    Those whose elements do not follow each other are left out: a neighbour may keep them otherwise.
+    """
+    flat = [tensor.view(-1) for _, tensor in named if tensor.numel() and tensor.is_contiguous()]
+    if not flat:
         return b""
-    name, tensor = filled[step % len(filled)]
-    rows = max(1, SAMPLE // max(1, tensor.numel() // _num_rows(tensor.shape)))
-    front = tensor[:rows] if tensor.dim() else tensor
-    (line,) = fingerprints([(name, front)])
-    return hashlib.blake2b(line.encode(), digest_size=8).digest()
+    some = torch.cat([_some(tensor, step) for tensor in flat]).cpu()
+    content = ctypes.string_at(some.data_ptr(), some.nbytes)
+    return hashlib.blake2b(content, digest_size=8).digest()
+
+
+def _some(flat: torch.Tensor, step: int) -> torch.Tensor:
+    stride = max(1, flat.numel() // SAMPLE)
+    return flat[(step * 40_503) % stride :: stride]
+
+
+def whole_name(name: str) -> str:
+    """Return the name of the tensor that a part has rows of."""
+    return name.partition(ROWS)[0]
 
 
 def _num_rows(shape: torch.Size) -> int:
@@ -129,11 +142,13 @@ def _row(shape: torch.Size, element: int) -> int:
 def _rows(name: str, tensor: torch.Tensor, first: int, last: int) -> Named:
     if last - first == _num_rows(tensor.shape):
         return name, tensor
-    return f"{name} rows {first}:{last}", tensor[first:last]
+    return f"{name}{ROWS}{first}:{last}", tensor[first:last]
 
 
-def _copy_back(homes: Iterable[torch.Tensor], places: Iterable[torch.Tensor]) -> None:
+def _copy_back(homes: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
     """Write what came into homes whose elements do not follow each other."""
     for home, place in zip(homes, places, strict=True):
         if not home.is_contiguous():
             home.copy_(place.view(home.shape))
+    # The kernel wrote the others: autograd must know that saved values are stale.
+    torch.autograd.graph.increment_version([home for home in homes if home.is_contiguous()])

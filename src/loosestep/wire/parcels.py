@@ -120,6 +120,8 @@ class SocketDelivery:
 
     def unpack(self, member: int, places: Sequence[torch.Tensor]) -> None:
         """Copy what arrived to its places."""
+        if not places:
+            return
         sizes = [place.numel() for place in places]
         torch._foreach_copy_(list(places), list(torch.split(self._inbox[member], sizes)))
 

@@ -157,7 +157,8 @@ class TwoLevel:
         ways = self._ways_of(peers)
         if ways is None or len(ways.inside) == 1:
             return None
-        return Division(*ways.peers(peers), ways.hosts, self.inner)
+        apart = TwoLevel(self.inner, ranks_per_host=self.ranks_per_host)
+        return Division(*ways.peers(peers), ways.hosts, self.inner, apart)
 
     def takes_many(self, peers: Peers, dtype: torch.dtype, device: torch.device) -> bool:
         """Say whether ``start_many`` can be used: where there is one host only."""
@@ -173,6 +174,8 @@ class TwoLevel:
     def describe_kept(self, level: str) -> str:
         """Return whether ``inner`` keeps something on a level, to be compared across its ranks."""
         describe = getattr(self.inner, "describe_kept", None)
+        if self.hosts is Hosts.AGREE:  # a rank's part may be empty, and then it keeps nothing
+            return ""
         # By pieces of this rank's own slice: ranks of a host keep other sizes than each other.
         return "" if describe is None or not describe(level) else "something"
 
