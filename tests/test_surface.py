@@ -45,7 +45,7 @@ wire.rounding wire.codec_c wire.codec_torch wire.codec wire.codec_blocks wire.co
 wire.codec_cast wire.codec_table wire.nonfinite wire.division wire.two_level wire.compressed
 wire.quantize wire.topk wire.feedback wire.cast wire
 telemetry.sinks telemetry.record telemetry
-finite pipeline references averaging flight overlap parameters periods model_averager averagers
+finite pipeline references work averaging flight overlap parameters periods model_averager averagers
 optim optim.idle optim.post_local_sgd
 optim.kinds optim.spent optim.zero_options optim.prepare optim.shards optim.shard_set
 optim.shard_state optim.shard_checkpoint optim.shard_wire optim.stepping optim.zero

@@ -19,7 +19,7 @@ from loosestep.flat import OWN_WINDOW_BYTES, WINDOW_BYTES, windows
 from loosestep.groups import own_subgroup, private_twin, require_process_group, world_group
 from loosestep.peers import Peers, Phase, peers_of
 from loosestep.pipeline import Averaging, Direct, Job, Sender, jobs_of
-from loosestep.policies import Parts, always_exact
+from loosestep.policies import Parts, compressible, only_exact
 from loosestep.references import Differences, References, remember
 from loosestep.replicas import fingerprints
 from loosestep.tensors import (
@@ -33,8 +33,9 @@ from loosestep.tensors import (
 )
 from loosestep.topology import check_weights
 from loosestep.wire import Mean, Reducer, Traffic, links
-from loosestep.wire.division import Division, sampled, whole_name
+from loosestep.wire.division import whole_name
 from loosestep.wire.native import First
+from loosestep.work import Work
 
 
 @torch.no_grad()
@@ -115,7 +116,7 @@ class Averager:
         self._subset = subset or (lambda ranks: _own_peers(peers, ranks))
         self._shards: dict[str, tuple[Holders, Peers]] = {}
         self._bound = False  # whether the reducer has seen the tensors
-        self._division: Division | None = None  # of the work inside a host, known from then on
+        self.work = Work(self.reducer, peers)
         self._references = references if is_lossy(self.reducer) else None
         self._policy = policy_of(self.reducer) if is_lossy(self.reducer) else ""
 
@@ -144,7 +145,7 @@ class Averager:
             parts = memory(named)
             statement = state([*_originals(parts, named), *counters], *self._lines())
             bad = first_nonfinite(self._looked_at(named)) if self._policy else ""
-            sample = self.sample(named, at.step) if not at.sample else at.sample
+            sample = at.sample or self.work.sample(named, at.step)
         except (ValueError, TypeError) as error:
             refusal = error
             statement = Statement((*self._agreements, f"an error: {error}"))
@@ -170,46 +171,8 @@ class Averager:
             return False
         self._bound = True
         bind(named, self.peers)
-        if not any(_shard_keys(named).values()):  # shards differ inside a host
-            self._division = self._divide(self.peers)
-        if self._division is not None and named:
-            self._division.prepare(named[0][1].device)
+        self.work.settle(named)
         return True
-
-    def _check_hosts(self, agreed: Agreed) -> None:
-        """Raise on all ranks if those of a host that divides an average do not hold the same."""
-        if self._division is None:
-            return
-        headers = agreed.headers
-        if not any(header.sample.strip(b"\0") for header in headers):  # nobody knew of hosts yet
-            peers = self.peers.during(Phase("comparing the ranks of hosts", step=agreed.step))
-            told = Progress(agreed.step, sample=self.sample(agreed.parts, agreed.step))
-            headers = agree(peers, Statement(()), told)
-        self._division.check(self.peers, headers)
-
-    def _divide(self, peers: Peers) -> Division | None:
-        """Return how the ranks of a host divide an average; a group's first call is collective."""
-        divide = getattr(self.reducer, "divide", None)
-        return None if divide is None else divide(peers)
-
-    def share(self, named: Sequence[Named]) -> list[Named]:
-        """Return the memory that this rank averages: all, or where hosts divide, its part."""
-        parts = memory(named)
-        if self._division is None:
-            return parts
-        return [*self._division.share(_compressed(parts)), *_exact(parts)]
-
-    def hand_round(self, named: Sequence[Named], step: int) -> Traffic:
-        """Take from this host's other ranks what they have averaged; collective there."""
-        if self._division is None:
-            return Traffic()
-        return self._division.hand_round(_compressed(memory(named)), step)
-
-    def sample(self, named: Sequence[Named], step: int) -> bytes:
-        """Return a mark of some values, by which ranks that should hold the same can tell."""
-        if self._division is None:
-            return b""
-        return sampled(_compressed(memory(named)), step)
 
     def _looked_at(self, named: Sequence[Named]) -> list[Named]:
         """Return where infinities are looked for: in what this rank averages itself.
@@ -217,16 +180,16 @@ class Averager:
         Where ranks that have some are skipped, in all: those of a host must find the same.
         """
         skips = self._policy == "SKIP"
-        return _compressed(memory(named) if skips else self.share(named))
+        return compressible(memory(named) if skips else self.work.mine(named))
 
     @torch.no_grad()
     def start(self, agreed: Agreed) -> Averaging:
         """Launch the mean of what was agreed, and the maximum of its counters."""
-        return self._start(agreed, lambda: self.hand_round(agreed.parts, agreed.step))
+        return self._start(agreed, lambda: self.work.hand_round(agreed.parts, agreed.step))
 
     def _start(self, agreed: Agreed, afterwards: Callable[[], Traffic]) -> Averaging:
         self._check_shards(agreed)
-        self._check_hosts(agreed)
+        self.work.check(agreed.headers, agreed.parts, agreed.step)
         jobs, largest = self._jobs(agreed), (agreed.counters, self.peers)
         sender, step = self._sender(jobs), agreed.step
         return Averaging(jobs, sender, largest=largest, step=step, afterwards=afterwards)
@@ -243,7 +206,7 @@ class Averager:
         return self.follow_first(parts, self.start(agreed).finish())
 
     def average_share(self, parts: Parts, progress: Progress) -> Traffic:
-        """Do the same, but leave what this host's other ranks average to ``hand_round``."""
+        """Do the same, but leave what this host's other ranks average to ``work.hand_round``."""
         agreed = self.agree(parts.means, parts.largest, progress)
         return self.follow_first(parts, self._start(agreed, Traffic).finish())
 
@@ -315,11 +278,12 @@ class Averager:
 
     def _jobs_of_shard(self, key: str, group: list[Named], peers: Peers) -> list[Job]:
         lossy, size = is_lossy(self.reducer), self._window_size(peers)
-        if self._division is None and not lossy:
+        division = self.work.among(peers)
+        if division is None and not lossy:
             return jobs_of(windows(group, size), peers, key)
-        by = Mean() if lossy or self._division is None else self._division.undivided
-        exact = jobs_of(windows(_exact(group), size), peers, key, by=by)
-        rest, division = _compressed(group), self._division and self._divide(peers)
+        by = Mean() if lossy or division is None else division.undivided
+        exact = jobs_of(windows(only_exact(group), size), peers, key, by=by)
+        rest = compressible(group)
         if division is not None:
             rest, peers = division.share(rest), division.across
             size = self._window_size(peers)
@@ -331,7 +295,8 @@ class Averager:
         return min(self._window_bytes, links.window_bytes(peers))
 
     def _sender(self, jobs: Sequence[Job]) -> Sender:
-        reducer = self.reducer if self._division is None else self._division.reducer
+        division = self.work.division
+        reducer = self.reducer if division is None else division.reducer
         if self._references is None:
             return Direct(reducer)
         self._references.follow(jobs)
@@ -358,16 +323,6 @@ class Averager:
 def is_lossy(reducer: Reducer) -> bool:
     """Say whether a reducer drops something, so that it needs differences to work on."""
     return bool(getattr(reducer, "lossy", False))
-
-
-def _compressed(named: Sequence[Named]) -> list[Named]:
-    """Return what a lossy reducer is given."""
-    return [(name, tensor) for name, tensor in named if not always_exact(name)]
-
-
-def _exact(named: Sequence[Named]) -> list[Named]:
-    """Return what it is not given."""
-    return [(name, tensor) for name, tensor in named if always_exact(name)]
 
 
 def _shard_keys(named: Sequence[Named]) -> dict[str, str]:

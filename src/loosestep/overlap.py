@@ -53,7 +53,7 @@ class Overlap:
     def prepare(self, averager: Averager, parts: Parts) -> None:
         """Take the memory now: new pages are slow when they are first written."""
         named = _each_once(parts.everything)
-        snapshots, means = self._snapshots.of(averager.share(named)), self._means.of(named)
+        snapshots, means = self._snapshots.of(averager.work.mine(named)), self._means.of(named)
         for _, tensor in [*snapshots, *memory(means)]:
             tensor.zero_()
 
@@ -63,11 +63,11 @@ class Overlap:
         assert self._flight is None, "one at a time"
         began = time.perf_counter()
         named = _each_once(parts.everything)
-        mine, means = averager.share(named), self._means.of(named)
+        mine, means = averager.work.mine(named), self._means.of(named)
         snapshots = self._snapshots.of(mine)
         _copy_(snapshots, mine)
         flight = self._flight = Flight(step, level, memory(means), peers=averager.peers)
-        progress = Progress(step, sample=averager.sample(parts.means, step))
+        progress = Progress(step, sample=averager.work.sample(parts.means, step))
         cargo = parts.replaced(dict(means))
         flight.take_off(_Trip(averager, cargo, progress, snapshots, means, flight))
         flight.seconds_waited = time.perf_counter() - began
@@ -165,18 +165,18 @@ class _Trip:
         """Average the snapshots, and leave how far they were from the mean."""
         device = self.means[0][1].device if self.means else torch.device("cpu")
         with _beside(device):
-            _copy_(self.averager.share(self.means), self.snapshots)
+            _copy_(self.averager.work.mine(self.means), self.snapshots)
             traffic = self.averager.average_share(self.cargo, self.progress)
             self.flight.differences = memory(self.means)  # again: a reducer may have moved them
             self._differ()
-            traffic.add(self.averager.hand_round(self.means, self.flight.step))
+            traffic.add(self.averager.work.hand_round(self.means, self.flight.step))
         return traffic
 
     def _differ(self) -> None:
         """Leave the differences; what was found finite on the way is not looked at again."""
         finite: list[tuple[torch.Tensor, torch.Tensor]] = []
         other: list[tuple[torch.Tensor, torch.Tensor]] = []
-        mine = self.averager.share(self.means)
+        mine = self.averager.work.mine(self.means)
         for (name, mean), (_, snapshot) in zip(mine, self.snapshots, strict=True):
             known = self.averager.only_finite and not always_exact(name)
             (finite if known else other).append((mean, snapshot))

@@ -99,6 +99,16 @@ def always_exact(name: str) -> bool:
     return name.startswith((BUFFER, STATE))
 
 
+def compressible(named: Iterable[Named]) -> list[Named]:
+    """Return what a lossy reducer may be given."""
+    return [(name, tensor) for name, tensor in named if not always_exact(name)]
+
+
+def only_exact(named: Iterable[Named]) -> list[Named]:
+    """Return the rest."""
+    return [(name, tensor) for name, tensor in named if always_exact(name)]
+
+
 @dataclass(frozen=True)
 class Parts:
     """What a sync changes, by what it does to it."""
