@@ -63,6 +63,19 @@ def test_another_strategy_starts_from_the_mean(whole: Path, tmp_path: Path):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_other_hosts_start_from_the_mean(whole: Path, tmp_path: Path):
+    """Workers that are of one host now may have to be equal, and were not."""
+    start, folder = whole / f"checkpoints/step-{IN_FLIGHT:08d}", tmp_path / "again"
+    done = call(
+        *("train", "--resume", start, "--out", folder, "--hosts", "2"),
+        *("--steps", str(IN_FLIGHT + 2)),
+    )
+    assert (done.code, done.err) == (0, "")
+    ours, theirs = losses(folder, 0), losses(whole, 0)
+    assert ours[IN_FLIGHT] == theirs[IN_FLIGHT]
+    assert ours[IN_FLIGHT + 1] != theirs[IN_FLIGHT + 1]
+
+
 def test_an_interrupted_run_saves_and_goes_on_to_the_same_losses(whole: Path, tmp_path: Path):
     folder = tmp_path / "run"
     with begun(*ARGUMENTS, "--save-every", "0", "--out", folder) as process:
