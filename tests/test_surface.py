@@ -30,7 +30,8 @@ average_parameters_or_parameter_groups ddp every get_params_to_average hierarchi
 post_localSGD_hook post_local_sgd
 ZeroOptions ZeroRedundancyOptimizer hook_with_zero_step hook_with_zero_step_interleaved
 Sharding zero Hosts Resident TwoLevel
-ErrorFeedback GradientHook Int2 Int4 Int8 NonFinite NotFinite Rounding TopK gradient_hook
+ErrorFeedback ReplicaFeedback GradientHook
+Int2 Int4 Int8 NonFinite NotFinite Rounding TopK gradient_hook
 """.split()
 
 # A module imports only what stands above it. Parameters go attach -> averagers -> averaging ->

@@ -32,7 +32,7 @@ from loosestep.tensors import (
     unique,
 )
 from loosestep.topology import check_weights
-from loosestep.wire import Mean, Reducer, Traffic, links
+from loosestep.wire import Mean, Reducer, Traffic, leaves_apart, links
 from loosestep.wire.division import whole_name
 from loosestep.wire.native import First
 from loosestep.work import Work
@@ -112,6 +112,11 @@ class Averager:
         self.peers = peers
         self._window_bytes = window_bytes
         self.reducer: Reducer = Mean() if reducer is None else reducer
+        if leaves_apart(self.reducer) and references is None:
+            raise ValueError(
+                f"{self.reducer} sends differences to what all replicas had after the last sync, "
+                "and here is nobody who remembers it; use ErrorFeedback, or an averager or attach"
+            )
         self._agreements = (*agreements, f"reducer {self.reducer!r}", f"weights {peers.weights}")
         self._subset = subset or (lambda ranks: _own_peers(peers, ranks))
         self._shards: dict[str, tuple[Holders, Peers]] = {}

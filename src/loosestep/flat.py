@@ -146,6 +146,13 @@ def unpack(window: Window, buffer: torch.Tensor) -> None:
         piece.view.copy_(part)
 
 
+def unpack_sum(window: Window, buffer: torch.Tensor, more: torch.Tensor) -> None:
+    """Like ``unpack``, of the sum of two flat buffers, in one pass."""
+    parts = zip(_parts(window, buffer), _parts(window, more), strict=True)
+    for piece, (part, added) in zip(window.pieces, parts, strict=True):
+        torch.add(part, added, out=piece.view)
+
+
 def slices(numel: int, parts: int) -> list[tuple[int, int]]:
     """Cut ``numel`` elements into ``parts`` ranges whose lengths differ by at most one.
 

@@ -26,7 +26,7 @@ from loosestep.references import References
 from loosestep.schedule import check_overlap
 from loosestep.telemetry import Telemetry
 from loosestep.tensors import Named, unique
-from loosestep.wire import Reducer
+from loosestep.wire import Reducer, leaves_apart
 
 
 class Options(TypedDict, total=False):
@@ -106,7 +106,11 @@ class ModelAverager(ABC):
         self._land(listed)
         if self._synced_step != self.step - 1 or self.step == 0:
             self._average(listed, self._widest, "final")
-            self._synced_step = self.step - 1
+        elif not leaves_apart(self.reducer):
+            return
+        if leaves_apart(self.reducer):
+            self._average_exactly(listed)
+        self._synced_step = self.step - 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count of steps and what averages keep; no process groups, no pickle.
@@ -246,6 +250,14 @@ class ModelAverager(ABC):
             began = time.perf_counter()
             traffic = self._averager(due).average_parts(self._parts(params), Progress(self.step))
             self.telemetry.synced(self.step, name or due[1], began, traffic)
+
+    def _average_exactly(self, params: list[Any]) -> None:
+        """Make replicas equal that a reducer has left apart."""
+        if dist.get_rank(self.process_group) >= 0:
+            began = time.perf_counter()
+            exact = Averager(self._averager(self._widest).peers, agreements=[self._describe()])
+            traffic = exact.average_parts(self._parts(params), Progress(self.step))
+            self.telemetry.synced(self.step, "final", began, traffic)
 
     def _launch(self, params: list[Any], due: Due) -> None:
         self._overlap.launch(self._averager(due), self._parts(params), self.step, due[1])

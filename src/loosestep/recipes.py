@@ -21,7 +21,7 @@ from loosestep.schedule import (
     sync_steps,
 )
 from loosestep.topology import Topology
-from loosestep.wire import Reducer, TwoLevel
+from loosestep.wire import Reducer, TwoLevel, check_suits_gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,7 @@ class Strategy:
             raise TypeError(
                 f"gradient_reducer must be one such as Int8(), got {self.gradient_reducer!r}"
             )
+        check_suits_gradients(self.gradient_reducer)
         if not isinstance(self.sharding, Sharding | None):
             raise TypeError(
                 f"sharding must be one such as Sharding(stage=2), got {self.sharding!r}"

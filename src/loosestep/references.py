@@ -2,6 +2,8 @@
 
     difference = mine - reference,  reference += mean of all differences,  mine = reference
 
+(``ReplicaFeedback`` adds what was left of the difference to the last of these.)
+
 Four bits are too few for a parameter, and enough for how far it moved since the last sync. A
 window that has no reference yet is averaged exactly, and the result is its first one.
 """
@@ -16,7 +18,7 @@ from typing import Any
 
 import torch
 
-from loosestep.flat import STAGING, pack, unpack
+from loosestep.flat import STAGING, pack, unpack, unpack_sum
 from loosestep.peers import Phase
 from loosestep.pipeline import Direct, Job, Sent, SentTogether, stage
 from loosestep.wire import Mean, Reducer, Traffic
@@ -134,10 +136,15 @@ class _Difference(Sent):
     reference: torch.Tensor
 
     def land(self) -> Traffic:
-        """Move the reference by the mean difference, and the values to it."""
+        """Move the reference by the mean difference, and the values to it and what was left."""
         self.handle.wait()
         self.reference.add_(self.buffer)
-        unpack(self.job.window, self.reference)
+        left = getattr(self.handle, "left", None)
+        if left is None:
+            unpack(self.job.window, self.reference)
+        else:
+            unpack_sum(self.job.window, self.reference, left)
+            STAGING.give(left)
         STAGING.give(self.buffer)
         return _relative_to(self.reference, self.handle.traffic)
 

@@ -31,7 +31,7 @@ from loosestep.recipes import Strategy
 from loosestep.references import References
 from loosestep.tensors import Named, unique
 from loosestep.topology import Topology
-from loosestep.wire import Mean, Traffic
+from loosestep.wire import Mean, Traffic, leaves_apart
 
 State = tuple[list[Named], list[Named]]  # tensors of an optimizer that have a mean, and counters
 
@@ -86,18 +86,22 @@ class Replica:
         traffic = self._mean(level, agreed, self._state())
         return self.averager(level).follow_first(self._weights(), traffic)
 
-    def average_weights(self, step: int) -> None:
+    @property
+    def stays_apart(self) -> bool:
+        """Whether replicas still differ after a sync, by what could not be sent."""
+        return leaves_apart(self._strategy.reducer)
+
+    def average_weights(self, step: int) -> Traffic:
         """Average the model over the widest level, without the optimizer's state.
 
         A lossy reducer is left out of it: what it remembers belongs to training.
         """
         weights, progress = self._weights(), Progress(step)
         if is_lossy(self._strategy.reducer):
-            self._exact(self.widest).average_parts(weights, progress)
-            return
+            return self._exact(self.widest).average_parts(weights, progress)
         averager = self.averager(self.widest)
         agreed = averager.agree(weights.means, weights.largest, progress)
-        averager.follow_first(weights, self._mean(self.widest, agreed, ([], [])))
+        return averager.follow_first(weights, self._mean(self.widest, agreed, ([], [])))
 
     def touched(self) -> list[torch.Tensor]:
         """Return every tensor of the model that averaging may change."""

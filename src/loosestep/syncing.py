@@ -118,8 +118,10 @@ class Syncs:
         done = all(header.final for header in agreed.headers)
         if done and (level != widest or all(header.clean for header in agreed.headers)):
             return True  # the widest level will average all of it anyway, or has done so
-        traffic = self._replica.average(level, agreed)
+        traffic, apart = self._replica.average(level, agreed), self._replica.stays_apart
+        if done and apart:  # the last word is exact
+            traffic.add(self._replica.average_weights(step))
         self._telemetry.synced(self._clock.step, level, began, traffic)
         self._replica.forget_state()
-        self._clean = level == widest
+        self._clean = level == widest and (done or not apart)
         return done

@@ -16,7 +16,7 @@ import torch
 
 from loosestep.groups import free_group, own_group
 from loosestep.peers import Peers, Phase
-from loosestep.wire import Handle, Reducer, Traffic
+from loosestep.wire import Handle, Reducer, Traffic, check_suits_gradients
 
 Job = Callable[[], None]
 
@@ -116,6 +116,7 @@ def check_reducer(reducer: object) -> None:
         raise TypeError(
             f"reducer must be one such as Int8() or ErrorFeedback(Int4()), got {reducer!r}"
         )
+    check_suits_gradients(reducer)
 
 
 def _work(jobs: queue.SimpleQueue[Job | None]) -> None:

@@ -18,7 +18,7 @@ from loosestep.trainer.mistakes import BadInput, nearest
 from loosestep.trainer.settings import Settings
 from loosestep.trainer.sharing import OptimizerPlan, Ours, Sharing
 from loosestep.trainer.specs import OURS, Spec, Value, arguments_of
-from loosestep.wire import TwoLevel
+from loosestep.wire import TwoLevel, leaves_apart
 
 
 def names() -> list[str]:
@@ -79,8 +79,13 @@ def _divided(strategy: Strategy, topology: Topology) -> Strategy:
     """
     reducer, real = strategy.reducer, Topology.from_hosts(timeout=topology.timeout)
     same = real.levels["host"] == topology.levels["host"]
-    shares = same and strategy.sharding is None and always_shares_gradients(strategy.schedule)
-    if not shares or not isinstance(reducer, TwoLevel):
+    shares = always_shares_gradients(strategy.schedule)
+    if leaves_apart(reducer) and not shares and len(real.members("host")) > 1:
+        raise BadInput(
+            f"{reducer} takes a host for one replica, so its workers must share gradients at "
+            "every step; give gradients=host, or a wire with +ef in place of +rf"
+        )
+    if not (same and shares) or strategy.sharding or not isinstance(reducer, TwoLevel):
         return strategy
     agreeing = TwoLevel(reducer.inner, hosts="agree", ranks_per_host=reducer.ranks_per_host)
     return replace(strategy, reducer=agreeing)

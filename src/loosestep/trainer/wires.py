@@ -6,6 +6,7 @@ bf16, fp16                16 bits
 int8, int4, int2          few bits and a scale for every block of values
 top1%, top0.5%            the largest values only
 int2+ef                   with error feedback: what was lost is sent later
+int2+rf                   the same for parameters; what was lost stays in the replica until then
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from loosestep.wire import (
     Int8,
     Mean,
     Reducer,
+    ReplicaFeedback,
     Resident,
     TopK,
     TwoLevel,
+    leaves_apart,
 )
 
 WIRES: dict[str, Callable[[], Reducer]] = {
@@ -38,7 +41,7 @@ WIRES: dict[str, Callable[[], Reducer]] = {
     "int4": Int4,
     "int2": Int2,
 }
-FEEDBACK = "+ef"
+FEEDBACK: dict[str, Callable[[Reducer], Reducer]] = {"+ef": ErrorFeedback, "+rf": ReplicaFeedback}
 
 
 def wire(text: str) -> Reducer:
@@ -47,20 +50,26 @@ def wire(text: str) -> Reducer:
     >>> type(wire("int4")).__name__
     'Int4'
     """
-    name = text.removesuffix(FEEDBACK)
+    suffix = text[-3:] if text[-3:] in FEEDBACK else ""
+    name = text.removesuffix(suffix)
     inner = _named(name, text)
-    if name == text:
+    if not suffix:
         return inner
     if name in ("exact", "resident", "bf16", "fp16"):
-        raise BadInput(f"{text!r}: error feedback is for wires that lose much, such as int2+ef")
-    return ErrorFeedback(inner)
+        raise BadInput(
+            f"{text!r}: error feedback is for wires that lose much, such as int2{suffix}"
+        )
+    return FEEDBACK[suffix](inner)
 
 
 def parameter_wire(text: str) -> Reducer:
     """Return the reducer for parameters: one copy a host, which then travels by the wire."""
     if text == "resident":
         return Resident()
-    return TwoLevel() if text == "exact" else TwoLevel(wire(text))
+    inner = wire(text)
+    if leaves_apart(inner):  # a host must be one replica
+        return TwoLevel(inner, hosts="agree")
+    return TwoLevel() if text == "exact" else TwoLevel(inner)
 
 
 def _named(name: str, text: str) -> Reducer:
@@ -70,5 +79,6 @@ def _named(name: str, text: str) -> Reducer:
         density = float(share[1]) / 100
         if 0 < density <= 1:
             return TopK(density)
-    known = [*WIRES, "top1%", *(f"{w}{FEEDBACK}" for w in ("int8", "int4", "int2", "top1%"))]
+    lossy = ("int8", "int4", "int2", "top1%")
+    known = [*WIRES, "top1%", *(f"{w}{suffix}" for suffix in FEEDBACK for w in lossy)]
     raise BadInput(f"there is no wire {text!r}{nearest(text, known)}; there are {', '.join(known)}")

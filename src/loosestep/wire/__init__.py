@@ -7,6 +7,7 @@ from loosestep.wire.native import Native
 from loosestep.wire.nonfinite import NonFinite
 from loosestep.wire.quantize import Int2, Int4, Int8
 from loosestep.wire.reducer import Handle, Reducer, Traffic
+from loosestep.wire.replica_feedback import ReplicaFeedback, check_suits_gradients, leaves_apart
 from loosestep.wire.resident import Resident
 from loosestep.wire.rounding import Rounding
 from loosestep.wire.topk import TopK
@@ -24,10 +25,13 @@ __all__ = [
     "Native",
     "NonFinite",
     "Reducer",
+    "ReplicaFeedback",
     "Resident",
     "Rounding",
     "TopK",
     "Traffic",
     "TwoLevel",
+    "check_suits_gradients",
+    "leaves_apart",
     "mean_into",
 ]

@@ -49,8 +49,13 @@ class Codec(Protocol):
     def encode(self, values: torch.Tensor, message: torch.Tensor, draw: Draw | None) -> None:
         """Write finite ``values`` to ``message``, rounded by ``draw``; None: to the nearest."""
 
-    def decode(self, message: torch.Tensor, numel: int, out: torch.Tensor) -> None:
-        """Write the first values of a message of ``numel`` to ``out``; all, or ``sample`` many."""
+    def decode(
+        self, message: torch.Tensor, numel: int, out: torch.Tensor, share: float = 1.0
+    ) -> None:
+        """Write ``share`` times the first values of a message of ``numel`` to ``out``.
+
+        As many as it has room for: all, or ``sample`` many.
+        """
 
     def add(self, message: torch.Tensor, total: torch.Tensor, share: float) -> None:
         """Add ``share`` times the values of a message to ``total``."""

@@ -55,15 +55,17 @@ class Blocks:
         for place, part in zip(out, function(values, self.block, self.bits, key), strict=True):
             place.copy_(part)
 
-    def decode(self, message: torch.Tensor, numel: int, out: torch.Tensor) -> None:
-        """Write codes times scales."""
+    def decode(
+        self, message: torch.Tensor, numel: int, out: torch.Tensor, share: float = 1.0
+    ) -> None:
+        """Write codes times scales times the share."""
         if out.numel() == 0:
             return
         scales, rows = self._cut(message, numel)
         if self._loops.in_c(out):
-            codec_c.decode_blocks(scales, rows, self.block, self.bits, out)
+            codec_c.decode_blocks(scales, rows, self.block, self.bits, out, share)
         else:
-            out.copy_(self._values(scales, rows, out.numel()))
+            torch.mul(self._values(scales, rows, out.numel()), share, out=out)
 
     def add(self, message: torch.Tensor, total: torch.Tensor, share: float) -> None:
         """Add codes times scales times the share."""

@@ -21,7 +21,7 @@ _POINTER, _COUNT, _INT, _WORD, _FLOAT = (
 )
 _BLOCK_CALLS: dict[str, list[Any]] = {
     "encode": [_POINTER, _COUNT, _COUNT, _INT, _WORD, _WORD, _POINTER, _POINTER],
-    "decode": [_POINTER, _POINTER, _COUNT, _COUNT, _POINTER],
+    "decode": [_POINTER, _POINTER, _COUNT, _COUNT, _FLOAT, _POINTER],
     "add": [_POINTER, _POINTER, _COUNT, _COUNT, _FLOAT, _POINTER],
 }
 _SIGNATURES = {
@@ -55,10 +55,17 @@ def encode_blocks(
 
 
 def decode_blocks(
-    scales: torch.Tensor, rows: torch.Tensor, block: int, bits: int, out: torch.Tensor
+    scales: torch.Tensor,
+    rows: torch.Tensor,
+    block: int,
+    bits: int,
+    out: torch.Tensor,
+    share: float,
 ) -> None:
-    """Write the values."""
-    _call(f"decode{bits}")(scales.data_ptr(), rows.data_ptr(), out.numel(), block, out.data_ptr())
+    """Write ``share`` times the values."""
+    _call(f"decode{bits}")(
+        scales.data_ptr(), rows.data_ptr(), out.numel(), block, share, out.data_ptr()
+    )
 
 
 def add_blocks(

@@ -31,9 +31,13 @@ class Narrow:
         limit = torch.finfo(self.dtype).max
         self._view(message, values.numel()).copy_(values.clamp(-limit, limit))
 
-    def decode(self, message: torch.Tensor, numel: int, out: torch.Tensor) -> None:
-        """Widen."""
+    def decode(
+        self, message: torch.Tensor, numel: int, out: torch.Tensor, share: float = 1.0
+    ) -> None:
+        """Widen and multiply."""
         out.copy_(self._view(message, out.numel()))
+        if share != 1.0:
+            out.mul_(share)
 
     def add(self, message: torch.Tensor, total: torch.Tensor, share: float) -> None:
         """Widen, multiply and add."""

@@ -46,14 +46,16 @@ class Largest:
         for place, part in zip((indices, chosen), function(values, wanted), strict=True):
             place.copy_(part)
 
-    def decode(self, message: torch.Tensor, numel: int, out: torch.Tensor) -> None:
-        """Write zeros and the values."""
+    def decode(
+        self, message: torch.Tensor, numel: int, out: torch.Tensor, share: float = 1.0
+    ) -> None:
+        """Write zeros and the values times the share."""
         if out.numel() == numel:
-            self.add(message, out.zero_(), 1.0)
+            self.add(message, out.zero_(), share)
             return
         indices, values = self._cut(message, numel)
         front = indices < out.numel()
-        out.zero_()[indices[front].long()] = values[front]
+        out.zero_()[indices[front].long()] = values[front] * share
 
     def add(self, message: torch.Tensor, total: torch.Tensor, share: float) -> None:
         """Add the values times the share at their places."""

@@ -156,7 +156,7 @@ INLINE void decode(const float *scales, const uint8_t *rows, int64_t count, int6
             int64_t some = length - plane * bytes < bytes ? length - plane * bytes : bytes;
             for (int64_t i = 0; i < some; i++) {
                 float value = value_of((rows[i] >> (plane * bits)) & mask, bits, scale, outer);
-                part[i] = adds ? part[i] + share * value : value;
+                part[i] = adds ? part[i] + share * value : share * value;
             }
         }
         scales++;
@@ -174,8 +174,8 @@ INLINE void decode(const float *scales, const uint8_t *rows, int64_t count, int6
             encode(x, count, block, bits, none, scales, rows);                                  \
     }                                                                                           \
     void decode##bits(const float *scales, const uint8_t *rows, int64_t count, int64_t block,   \
-                      float *out) {                                                             \
-        decode(scales, rows, count, block, bits, 0, 0.0f, out);                                 \
+                      float share, float *out) {                                                \
+        decode(scales, rows, count, block, bits, 0, share, out);                                \
     }                                                                                           \
     void add##bits(const float *scales, const uint8_t *rows, int64_t count, int64_t block,      \
                    float share, float *out) {                                                   \

@@ -240,21 +240,28 @@ class _InFlight:
         self._order.memories.sent.keep(self._wanted, decoded)
         self._wanted = None
 
-    def _mean(self, members: list[int]) -> torch.Tensor:
-        """Return the mean of my part."""
+    def _mean(self, members: list[int], total: torch.Tensor) -> torch.Tensor:
+        """Write the mean of my part to ``total``, and return that."""
         weights = self._peers.weights or (1.0,) * self._peers.size
         whole = sum(weights[p] for p in members)
-        total = STAGING.take(self._mine.numel(), torch.float32, self._mine.device).zero_()
-        for member in members:
+        for count, member in enumerate(members):
             share = float(torch.tensor(weights[member] / whole, dtype=torch.float32))
-            self._codec.add(self._inbox[member], total, share)
-        total.clamp_(-LARGEST, LARGEST)
+            if count == 0:
+                self._codec.decode(self._inbox[member], total.numel(), total, share)
+            else:
+                self._codec.add(self._inbox[member], total, share)
+        if total.device.type != "cpu" or not all_finite(total):  # elsewhere to ask is to wait
+            total.clamp_(-LARGEST, LARGEST)
         self._sample(total, members)
         return total
 
+    def _wide(self) -> torch.Tensor:
+        """Return memory for the mean of my part."""
+        return STAGING.take(self._mine.numel(), torch.float32, self._mine.device)
+
     def _reduce(self, members: list[int]) -> None:
         """Encode the mean of my part and hand it round."""
-        total = self._mean(members)
+        total = self._mean(members, self._wide())
         wanted, message = self._order.memories.mean.carry(total), self._room(self._mine)
         self._codec.encode(wanted, message, self._order.draws("mean"))
         self._order.memories.mean.keep(
@@ -320,9 +327,12 @@ class _Swap(_InFlight):
 
     def _reduce(self, members: list[int]) -> None:
         """Write the mean; nothing comes back."""
-        total = self._mean(members)
-        _narrow(total, self._mine)
-        STAGING.give(total)
+        if self._mine.dtype == torch.float32:
+            self._mean(members, self._mine)
+        else:
+            total = self._mean(members, self._wide())
+            _narrow(total, self._mine)
+            STAGING.give(total)
         me = self._peers.group_rank
         _give({1 - me: self._inbox[1 - me]})
         self._inbox, self._arriving = {}, []

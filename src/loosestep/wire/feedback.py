@@ -35,8 +35,8 @@ class ErrorFeedback:
         engine = getattr(inner, "engine", None)
         if not isinstance(engine, Compressed):
             raise ValueError(
-                f"ErrorFeedback sends later what its inner reducer drops, and {inner!r} drops "
-                "nothing that could be kept; use it alone, or give Int8(), Int4(), Int2(), "
+                f"{type(self).__name__} sends later what its inner reducer drops, and {inner!r} "
+                "drops nothing that could be kept; use it alone, or give Int8(), Int4(), Int2(), "
                 "TopK(...) or Cast(dtype)"
             )
         self.inner, self._engine = inner, engine
@@ -77,8 +77,8 @@ class ErrorFeedback:
         unknown = sorted(set(state_dict) - {"sent", "mean", "inner"})
         if unknown:
             raise ValueError(
-                f"ErrorFeedback keeps 'sent', 'mean' and 'inner', but the checkpoint holds "
-                f"{unknown}; was it written with another reducer?"
+                f"{type(self).__name__} keeps 'sent', 'mean' and 'inner', but the checkpoint "
+                f"holds {unknown}; was it written with another reducer?"
             )
         self._engine.load_state_dict(state_dict.get("inner", {}))
         for name, kept in (("sent", self._sent), ("mean", self._mean)):

@@ -35,6 +35,7 @@ from loosestep.wire.mean import Mean, MeanInFlight
 from loosestep.wire.nonfinite import all_finite, contributors
 from loosestep.wire.pieces import InPieces, cut, piece_lengths
 from loosestep.wire.reducer import Handle, Reducer
+from loosestep.wire.replica_feedback import leaves_apart
 from loosestep.wire.resident import Resident
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,12 @@ class Ways:
         return inside, replace(across, weights=weights)
 
 
+_ONE_REPLICA = (
+    "{} keeps what was not sent in the replica, and a host whose ranks differ has several; share "
+    "gradients inside hosts at every step and give TwoLevel(..., hosts='agree'), or use "
+    "ErrorFeedback"
+)
+
 # By group, and by how its hosts are told apart; None: they are not averaged in two levels.
 _ways: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int | None, Ways | None]] = (
     weakref.WeakKeyDictionary()
@@ -95,6 +102,9 @@ class TwoLevel:
         _check(inner, ranks_per_host)
         self.inner: Reducer = Mean() if inner is None else inner
         self.hosts, self.ranks_per_host = choose(Hosts, hosts), ranks_per_host
+        self.leaves_apart = leaves_apart(self.inner)
+        if self.leaves_apart and self.hosts is Hosts.DIFFER:
+            raise ValueError(_ONE_REPLICA.format(self.inner))
         self.lossy = getattr(self.inner, "lossy", False)
         self.on_nonfinite = getattr(self.inner, "on_nonfinite", None)
         self._hosts_of: dict[int, list[tuple[int, ...]]] = {}  # by the size of the group
@@ -117,6 +127,8 @@ class TwoLevel:
         inside, across = ways.peers(peers)
         if inside.size == 1:
             return self.inner.start(buffer, across, slot)
+        if self.leaves_apart:  # shards, which several ranks of a host hold
+            raise ValueError(_ONE_REPLICA.format(self.inner))
 
         def launch(named: tuple[str, torch.Tensor]) -> Handle:
             name, piece = named
@@ -157,7 +169,8 @@ class TwoLevel:
         ways = self._ways_of(peers)
         if ways is None or len(ways.inside) == 1:
             return None
-        apart = TwoLevel(self.inner, ranks_per_host=self.ranks_per_host)
+        inner = None if self.lossy else self.inner  # what is never divided is never compressed
+        apart = TwoLevel(inner, ranks_per_host=self.ranks_per_host)
         return Division(*ways.peers(peers), ways.hosts, self.inner, apart)
 
     def takes_many(self, peers: Peers, dtype: torch.dtype, device: torch.device) -> bool:
