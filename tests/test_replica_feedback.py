@@ -1,0 +1,223 @@
+"""What could not be sent stays in the replica: what that keeps, what it refuses, how it ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from loosestep import (
+    Averager,
+    ErrorFeedback,
+    Int2,
+    Int4,
+    Mean,
+    PeriodicModelAverager,
+    RankMismatch,
+    Reducer,
+    ReplicaFeedback,
+    Strategy,
+    Topology,
+    TwoLevel,
+    ZeroRedundancyOptimizer,
+    attach,
+    average_,
+    every,
+    gradient_hook,
+    post_local_sgd,
+    zero,
+)
+from loosestep.groups import private_twin, world_group
+from loosestep.peers import peers_of
+from loosestep.references import References
+from loosestep.testing import RankPool
+from loosestep.trainer import wires
+from loosestep.trainer.mistakes import BadInput
+from tests.oracle import equal, loss_of, make_net, sgd, snapshot
+
+HOSTS = {"host": 2, "world": 4}
+
+
+def gathered(value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer, at: int) -> None:
+    optimizer.zero_grad()
+    loss_of(net, dist.get_rank(), at).backward()
+    optimizer.step()
+
+
+def replicas(net: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
+    return gathered({name: p.detach().clone() for name, p in net.named_parameters()})
+
+
+def moved_mean(reducer: Reducer, syncs: int) -> tuple[list[float], float]:
+    """Return how far syncs moved the mean of all replicas, and how far those end apart."""
+    averager = Averager(
+        peers_of(private_twin(world_group())), reducer=reducer, references=References()
+    )
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    values, moved = torch.zeros(1000), []
+    averager.average([("values", values)])
+    for _ in range(syncs):
+        values += torch.randn(1000, generator=generator)
+        before = torch.stack(gathered(values)).double().mean(0)
+        averager.average([("values", values)])
+        after = torch.stack(gathered(values)).double().mean(0)
+        moved.append(float((after - before).norm() / before.norm()))
+    one, other, *_ = gathered(values)
+    return moved, float((one - other).norm() / one.norm())
+
+
+def test_a_sync_leaves_the_mean_of_two_replicas_where_it_is(pool: RankPool) -> None:
+    """Nothing is lost or put aside, however few the bits; error feedback puts a third aside."""
+    (moved, apart), _ = pool.run(2, moved_mean, ReplicaFeedback(Int2()), 5)
+    assert max(moved) < 1e-6
+    assert 0.05 < apart < 0.6
+    (moved, apart), _ = pool.run(2, moved_mean, ErrorFeedback(Int2()), 5)
+    assert moved[0] > 0.2
+    assert apart == 0.0
+
+
+def hosts_of(reducer: Reducer, **options: Any) -> Strategy:
+    topology = Topology.from_sizes(HOSTS, timeout=60.0)
+    return post_local_sgd(
+        2, warmup_steps=0, topology=topology, reducer=reducer, gradient_reducer=Mean(), **options
+    )
+
+
+def divided(overlap_steps: int) -> list[list[bool]]:
+    """Return which ranks equal rank 0 after a sync, inside ``averaged`` and at the end."""
+    reducer = TwoLevel(ReplicaFeedback(Int2()), hosts="agree", ranks_per_host=2)
+    net = make_net()
+    optimizer, seen = sgd(net), []
+
+    def look() -> None:
+        first, *others = replicas(net)
+        seen.append([equal(first, other) for other in others])
+
+    with attach(net, optimizer, hosts_of(reducer, overlap_steps=overlap_steps)) as run:
+        for at in range(6):
+            step(net, optimizer, at)
+        look()
+        kept = snapshot(net)
+        with run.averaged():
+            look()
+            mean = snapshot(net)
+        assert equal(kept, snapshot(net))
+        run.finalize()
+        look()
+        assert overlap_steps or all(torch.allclose(mean[n], v) for n, v in snapshot(net).items())
+        run.finalize()  # nothing was trained since
+        step(net, optimizer, 6)
+        run.finalize()
+        look()
+    return seen
+
+
+@pytest.mark.parametrize("overlap_steps", [0, 1])
+def test_a_host_is_one_replica_and_the_end_is_exact(pool: RankPool, overlap_steps: int) -> None:
+    """After a sync ranks of a host are equal and hosts are not; after ``finalize`` all are."""
+    for apart, averaged, end, again in pool.run(4, divided, overlap_steps):
+        assert apart == [True, False, False]
+        assert averaged == end == again == [True] * 3
+
+
+def by_averager() -> tuple[list[bool], list[bool]]:
+    net = make_net()
+    optimizer, seen = sgd(net), []
+    averager = PeriodicModelAverager(2, module=net, reducer=ReplicaFeedback(Int4()))
+    for at in range(5):  # the last of which averages
+        step(net, optimizer, at)
+        averager.average_parameters(net.parameters())
+    for _ in range(2):
+        first, *others = replicas(net)
+        seen.append([equal(first, other) for other in others])
+        averager.finalize(net.parameters())
+    first, *others = replicas(net)
+    return seen[0], [equal(first, other) for other in others]
+
+
+def test_averagers_end_exactly_too(pool: RankPool) -> None:
+    """``finalize`` makes replicas equal, also right after a sync."""
+    for after_sync, end in pool.run(3, by_averager):
+        assert after_sync == [False, False]
+        assert end == [True, True]
+
+
+def by_shards() -> bool:
+    topology = Topology.from_sizes(HOSTS, timeout=60.0)
+    net = make_net()
+    group = topology.process_group("host")
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, group, lr=0.01)
+    reducer = TwoLevel(ReplicaFeedback(Int2()), hosts="agree", ranks_per_host=2)
+    with attach(net, optimizer, zero(2, topology=topology, reducer=reducer)) as run:
+        for at in range(5):
+            step(net, optimizer, at)
+        run.finalize()
+        step(net, optimizer, 5)
+        run.finalize()
+    first, *others = replicas(net)
+    return all(equal(first, other) for other in others)
+
+
+def test_shards_keep_what_their_owner_could_not_send(pool: RankPool) -> None:
+    """A sharded optimizer's ranks average their shards so, and end with one model."""
+    assert pool.run(4, by_shards) == [True] * 4
+
+
+def hosts_that_differ() -> str:
+    net = make_net()
+    optimizer = sgd(net)
+    reducer = TwoLevel(ReplicaFeedback(Int2()), hosts="agree", ranks_per_host=2)
+    strategy = Strategy(
+        schedule=every(1), topology=Topology.from_sizes(HOSTS, timeout=20.0), reducer=reducer
+    )
+    with attach(net, optimizer, strategy):
+        try:
+            step(net, optimizer, 0)
+        except RankMismatch as error:
+            return str(error)
+    return ""
+
+
+def test_a_host_with_several_replicas_is_refused(pool: RankPool) -> None:
+    """By name where it is known, and at the first sync where it is not."""
+    with pytest.raises(ValueError, match="hosts='agree'"):
+        TwoLevel(ReplicaFeedback(Int2()))
+    assert all("share gradients inside hosts" in text for text in pool.run(4, hosts_that_differ))
+
+
+def one_shot() -> str:
+    try:
+        average_([torch.zeros(3)], reducer=ReplicaFeedback(Int4()))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_what_has_no_replica_is_refused(pool: RankPool) -> None:
+    """Gradients are gone after a step, and a single call remembers nothing."""
+    for refused in (ReplicaFeedback(Int2()), TwoLevel(ReplicaFeedback(Int2()), hosts="agree")):
+        with pytest.raises(ValueError, match=r"share gradients by ErrorFeedback"):
+            Strategy(schedule=every(2), gradient_reducer=refused)
+        with pytest.raises(ValueError, match=r"share gradients by ErrorFeedback"):
+            gradient_hook(refused)
+    with pytest.raises(ValueError, match="ReplicaFeedback sends later"):
+        ReplicaFeedback(Mean())
+    assert all("nobody who remembers" in text for text in pool.run(2, one_shot))
+
+
+def test_by_name() -> None:
+    """``+rf`` is for parameters, on hosts that are one replica each."""
+    wire = wires.parameter_wire("int2+rf")
+    assert repr(wire) == repr(TwoLevel(ReplicaFeedback(Int2()), hosts="agree"))
+    with pytest.raises(BadInput, match=r"such as int2\+rf"):
+        wires.wire("bf16+rf")
+    with pytest.raises(BadInput, match=r"int4\+rf"):
+        wires.wire("int4+fr")
