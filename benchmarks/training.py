@@ -33,7 +33,7 @@ RESULTS = Path(__file__).parent / "results"
 
 LOOSE = "post_local_sgd:period={},warmup=0,gradient_wire=resident,"
 HIDDEN = LOOSE + "wire=int4,overlap=4"
-OFTEN = LOOSE.format(4) + "wire=int2+ef"  # a delay would cost more of the loss than it hides
+OFTEN = LOOSE.format(4) + "wire=int2+rf"  # a delay would cost more of the loss than it hides
 
 
 @dataclass(frozen=True)
