@@ -1,8 +1,9 @@
-"""Two bits without error feedback and with two kinds of it: a byte-level language model on four workers.
+"""Two bits, without error feedback and with two kinds of it, for a byte-level language model.
 
-Every worker trains on its own part of the Python standard library's sources and parameters are
+Each of four workers trains on its own part of the Python standard library's sources. Parameters are
 averaged every 10 steps: exactly, by 2 bits, by 2 bits with error feedback, and by 2 bits that leave
-what was not sent in the replica. What counts is the loss of the averaged model on files that nobody trained on, after 600 steps, for three seeds.
+what was not sent in the replica. What counts is the loss of the averaged model on files that nobody
+trained on, after 600 steps, for three seeds.
 """
 
 from __future__ import annotations
