@@ -23,7 +23,7 @@ WHOLE = replace(SETTINGS, lr_warmup=10, lr_floor=0.05, eval_every=STEPS, eval_ba
 
 
 def run(rounds: int) -> list[Row]:
-    """Train with as many seeds as there are rounds, five at most."""
+    """Train with as many seeds as there are rounds, and as ``SEEDS`` has at most."""
     if missing():
         print(f"left out: {missing()}")
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from loosestep import (
     Topology,
     TwoLevel,
     ZeroRedundancyOptimizer,
+    after,
+    always,
     attach,
     average_,
     every,
@@ -29,12 +32,15 @@ from loosestep import (
     post_local_sgd,
     zero,
 )
+from loosestep.flat import STAGING
 from loosestep.groups import private_twin, world_group
 from loosestep.peers import peers_of
 from loosestep.references import References
 from loosestep.testing import RankPool
 from loosestep.trainer import wires
+from loosestep.trainer.contenders import divided
 from loosestep.trainer.mistakes import BadInput
+from loosestep.trainer.specs import parse_spec
 from tests.oracle import equal, loss_of, make_net, sgd, snapshot
 
 HOSTS = {"host": 2, "world": 4}
@@ -91,7 +97,7 @@ def hosts_of(reducer: Reducer, **options: Any) -> Strategy:
     )
 
 
-def divided(overlap_steps: int) -> list[list[bool]]:
+def on_hosts(overlap_steps: int) -> list[list[bool]]:
     """Return which ranks equal rank 0 after a sync, inside ``averaged`` and at the end."""
     reducer = TwoLevel(ReplicaFeedback(Int2()), hosts="agree", ranks_per_host=2)
     net = make_net()
@@ -123,7 +129,7 @@ def divided(overlap_steps: int) -> list[list[bool]]:
 @pytest.mark.parametrize("overlap_steps", [0, 1])
 def test_a_host_is_one_replica_and_the_end_is_exact(pool: RankPool, overlap_steps: int) -> None:
     """After a sync ranks of a host are equal and hosts are not; after ``finalize`` all are."""
-    for apart, averaged, end, again in pool.run(4, divided, overlap_steps):
+    for apart, averaged, end, again in pool.run(4, on_hosts, overlap_steps):
         assert apart == [True, False, False]
         assert averaged == end == again == [True] * 3
 
@@ -150,25 +156,81 @@ def test_averagers_end_exactly_too(pool: RankPool) -> None:
         assert end == [True, True]
 
 
-def by_shards() -> bool:
-    topology = Topology.from_sizes(HOSTS, timeout=60.0)
+def by_shards(reducer: Reducer, size: int) -> list[list[bool]]:
+    """Train on hosts with a sharded optimizer each; say who equals rank 0 in between and after."""
+    topology = Topology.from_sizes({"host": size, "world": 4}, timeout=60.0)
     net = make_net()
     group = topology.process_group("host")
     optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, group, lr=0.01)
-    reducer = TwoLevel(ReplicaFeedback(Int2()), hosts="agree", ranks_per_host=2)
+    seen = []
     with attach(net, optimizer, zero(2, topology=topology, reducer=reducer)) as run:
-        for at in range(5):
+        for at in range(6):
             step(net, optimizer, at)
-        run.finalize()
-        step(net, optimizer, 5)
-        run.finalize()
-    first, *others = replicas(net)
-    return all(equal(first, other) for other in others)
+        for _ in range(2):
+            first, *others = replicas(net)
+            seen.append([equal(first, other) for other in others])
+            run.finalize()
+    return seen
 
 
-def test_shards_keep_what_their_owner_could_not_send(pool: RankPool) -> None:
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("kind", [ReplicaFeedback, ErrorFeedback])
+def test_shards_keep_what_their_owner_could_not_send(
+    pool: RankPool, kind: type[ErrorFeedback], levels: int
+) -> None:
     """A sharded optimizer's ranks average their shards so, and end with one model."""
-    assert pool.run(4, by_shards) == [True] * 4
+    reducer: Reducer = kind(Int2())
+    if levels == 2:
+        reducer = TwoLevel(reducer, hosts="agree", ranks_per_host=2)
+    for between, end in pool.run(4, by_shards, reducer, 2):
+        assert between == [True, *[kind is ErrorFeedback] * 2]
+        assert end == [True] * 3
+
+
+def test_four_hosts_with_a_rank_each(pool: RankPool) -> None:
+    """What ``ranks_per_host`` counts are a level's ranks, not those at one place of its groups."""
+    reducer = TwoLevel(ErrorFeedback(Int2()), ranks_per_host=1)
+    assert pool.run(4, by_shards, reducer, 1) == [[[True] * 3] * 2] * 4
+
+
+def at_different_steps() -> tuple[list[bool], bool]:
+    """Average at step 4 only, train on for different numbers of steps, and end."""
+    net = make_net()
+    optimizer = sgd(net)
+    strategy = Strategy(
+        schedule=after(5, always(), every(4)),
+        topology=Topology({"world": [[0, 1, 2]]}, timeout=20),
+        reducer=ReplicaFeedback(Int2()),
+    )
+    with attach(net, optimizer, strategy) as run:
+        for at in range(6 + dist.get_rank()):
+            step(net, optimizer, at)
+        mine = [p.detach().clone() for p in net.parameters()]
+        run.finalize()
+    everyone = gathered(mine)
+    exact = [torch.stack(same).double().mean(0).float() for same in zip(*everyone, strict=True)]
+    first, *others = replicas(net)
+    ends = zip(exact, net.parameters(), strict=True)
+    return [equal(first, other) for other in others], all(torch.allclose(a, b) for a, b in ends)
+
+
+def test_the_end_is_the_mean_of_all_replicas(pool: RankPool) -> None:
+    """Wherever they are by then, and whatever owners remember of earlier means."""
+    assert pool.run(3, at_different_steps) == [([True, True], True)] * 3
+
+
+def nobody_counts() -> float:
+    """Take a mean of ranks that all have weight 0, in memory that has seen other things."""
+    peers = replace(peers_of(private_twin(world_group())), weights=(0.0,) * 3)
+    STAGING.give(STAGING.take(300, torch.float32, torch.device("cpu")).fill_(7.0))
+    buffer = torch.ones(900)
+    Int4().start(buffer, peers, "slot").wait()
+    return float(buffer.abs().max())
+
+
+def test_the_mean_of_nobody_is_zero(pool: RankPool) -> None:
+    """And not what happens to lie there."""
+    assert pool.run(3, nobody_counts) == [0.0] * 3
 
 
 def hosts_that_differ() -> str:
@@ -210,7 +272,26 @@ def test_what_has_no_replica_is_refused(pool: RankPool) -> None:
             gradient_hook(refused)
     with pytest.raises(ValueError, match="ReplicaFeedback sends later"):
         ReplicaFeedback(Mean())
+    with pytest.raises(ValueError, match="rounding='nearest'"):
+        ReplicaFeedback(Int2(rounding="stochastic"))
+    with pytest.raises(ValueError, match="written with ErrorFeedback"):
+        ReplicaFeedback(Int2()).load_state_dict({"sent": {"world/0": torch.zeros(1)}})
     assert all("nobody who remembers" in text for text in pool.run(2, one_shot))
+
+
+def test_the_commands_refuse_machines_with_several_replicas() -> None:
+    """Whether workers share no gradients, or with others than those of their machine."""
+    two, four = (Topology.from_sizes({"host": size, "world": 8}) for size in (2, 4))
+    one = Topology.from_sizes({"host": 8, "world": 8})
+    alone = Topology.from_sizes({"host": 1, "world": 8})
+    shared, local = (
+        parse_spec(f"post_local_sgd:wire=int2+rf,gradients={level}") for level in ("host", "none")
+    )
+    for spec, played, real in ((local, four, four), (shared, two, four)):
+        with pytest.raises(BadInput, match=r"\+ef in place of \+rf"):
+            divided(spec.strategy(played), played, real)
+    for spec, played, real in ((shared, four, four), (shared, two, one), (local, alone, alone)):
+        assert divided(spec.strategy(played), played, real)
 
 
 def test_by_name() -> None:

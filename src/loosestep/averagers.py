@@ -3,7 +3,7 @@
 Names, signatures, attributes and the steps at which they average are those of
 ``torch.distributed.algorithms.model_averaging``; what is new is keyword-only. Parameters are
 averaged in place, all that require a gradient take part whether they have one or not, and all
-ranks are bit-equal afterwards.
+ranks are bit-equal afterwards (but for ``ReplicaFeedback``, which says so).
 """
 
 from __future__ import annotations

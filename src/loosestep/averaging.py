@@ -115,7 +115,7 @@ class Averager:
         if leaves_apart(self.reducer) and references is None:
             raise ValueError(
                 f"{self.reducer} sends differences to what all replicas had after the last sync, "
-                "and here is nobody who remembers it; use ErrorFeedback, or an averager or attach"
+                "and here is nobody who remembers it; use an averager or attach, or Int8() here"
             )
         self._agreements = (*agreements, f"reducer {self.reducer!r}", f"weights {peers.weights}")
         self._subset = subset or (lambda ranks: _own_peers(peers, ranks))
@@ -289,7 +289,9 @@ class Averager:
         by = Mean() if lossy or division is None else division.undivided
         exact = jobs_of(windows(only_exact(group), size), peers, key, by=by)
         rest = compressible(group)
-        if division is not None:
+        if division is None:
+            self.work.check_replicas(peers)
+        else:
             rest, peers = division.share(rest), division.across
             size = self._window_size(peers)
         # Differences are copies in any case, so large pieces may share a window too.

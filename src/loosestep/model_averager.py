@@ -78,7 +78,7 @@ class ModelAverager(ABC):
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # for averages under way
         self._overlap = Overlap(self.overlap_steps)
         self._checked = False
-        self._synced_step = -1  # the last step after which all ranks of the group were equal
+        self._synced_step = -1  # the last step after which the whole group averaged
 
     @property
     def step(self) -> int:
@@ -97,20 +97,18 @@ class ModelAverager(ABC):
         """Average if this step is due, and count it."""
 
     def finalize(self, params: Parameters) -> None:
-        """Average once more over the whole group, unless the last step already did.
+        """Average once more over the whole group, unless the last step already made all equal.
 
         Call it after training: the steps since the last average would else stay local. An average
         under way is applied first.
         """
         listed = list(params)
         self._land(listed)
-        if self._synced_step != self.step - 1 or self.step == 0:
-            self._average(listed, self._widest, "final")
-        elif not leaves_apart(self.reducer):
-            return
         if leaves_apart(self.reducer):
             self._average_exactly(listed)
-        self._synced_step = self.step - 1
+        elif self._synced_step != self.step - 1 or self.step == 0:
+            self._average(listed, self._widest, "final")
+            self._synced_step = self.step - 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count of steps and what averages keep; no process groups, no pickle.

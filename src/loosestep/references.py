@@ -135,6 +135,12 @@ class _Difference(Sent):
 
     reference: torch.Tensor
 
+    @property
+    def bytes_staged(self) -> int:
+        """How much memory the difference takes, and what will be left of it."""
+        left = 4 * self.buffer.numel() if hasattr(self.handle, "left") else 0
+        return self.buffer.nbytes + left
+
     def land(self) -> Traffic:
         """Move the reference by the mean difference, and the values to it and what was left."""
         self.handle.wait()

@@ -31,7 +31,7 @@ from loosestep.recipes import Strategy
 from loosestep.references import References
 from loosestep.tensors import Named, unique
 from loosestep.topology import Topology
-from loosestep.wire import Mean, Traffic, leaves_apart
+from loosestep.wire import Mean, Reducer, Traffic, TwoLevel, leaves_apart
 
 State = tuple[list[Named], list[Named]]  # tensors of an optimizer that have a mean, and counters
 
@@ -91,17 +91,22 @@ class Replica:
         """Whether replicas still differ after a sync, by what could not be sent."""
         return leaves_apart(self._strategy.reducer)
 
-    def average_weights(self, step: int) -> Traffic:
+    def average_exactly(self, progress: Progress) -> Traffic:
+        """Average over the widest level without the strategy's reducer."""
+        return self._exact(self.widest).average_parts(self.parts(), progress)
+
+    def average_weights(self, step: int) -> None:
         """Average the model over the widest level, without the optimizer's state.
 
         A lossy reducer is left out of it: what it remembers belongs to training.
         """
         weights, progress = self._weights(), Progress(step)
         if is_lossy(self._strategy.reducer):
-            return self._exact(self.widest).average_parts(weights, progress)
+            self._exact(self.widest).average_parts(weights, progress)
+            return
         averager = self.averager(self.widest)
         agreed = averager.agree(weights.means, weights.largest, progress)
-        return averager.follow_first(weights, self._mean(self.widest, agreed, ([], [])))
+        averager.follow_first(weights, self._mean(self.widest, agreed, ([], [])))
 
     def touched(self) -> list[torch.Tensor]:
         """Return every tensor of the model that averaging may change."""
@@ -189,11 +194,12 @@ class Replica:
         key: str,
         peers: Callable[[], Peers],
         subset: Callable[[tuple[int, ...]], Peers] | None = None,
+        reducer: Reducer | None = None,
     ) -> Averager:
         if key not in self._averagers:
             self._averagers[key] = Averager(
                 peers(),
-                reducer=self._strategy.reducer,
+                reducer=reducer or self._strategy.reducer,
                 agreements=[self._topology.describe(), self._strategy.describe()],
                 subset=subset,
                 references=self._references.setdefault(key, References()),
@@ -293,7 +299,18 @@ class ShardedReplica(Replica):
                 self._across(level, peers).prepare(shards, common=self._common)
 
     def _across(self, level: str, peers: Peers) -> Averager:
-        return self._make(f"across {level}", lambda: peers)
+        name = f"across {level}"  # so that what is kept of shards is told apart from the rest
+        return self._make(name, lambda: replace(peers, level=name), reducer=self._between_groups())
+
+    def _between_groups(self) -> Reducer:
+        """Return the reducer for one rank of every group: a host has fewer of them."""
+        reducer = self._strategy.reducer
+        if not isinstance(reducer, TwoLevel) or reducer.ranks_per_host is None:
+            return reducer
+        size = reducer.ranks_per_host // len(self._topology.members(self._group))
+        if size <= 1:
+            return reducer.inner
+        return TwoLevel(reducer.inner, hosts=reducer.hosts, ranks_per_host=size)
 
     def _shards(self) -> list[Named]:
         return [(name, shard) for shard, name in self._names().items()]

@@ -33,7 +33,7 @@ class Syncs:
     ) -> None:
         self._replica, self._schedule = replica, schedule
         self._clock, self._telemetry = clock, telemetry
-        self._clean = False  # whether no step was taken since the widest level averaged
+        self._clean = False  # whether replicas are equal since the widest level averaged
         self._overlap = Overlap(overlap_steps)
         if overlap_steps:
             self._overlap.prepare(replica.averager(replica.widest), replica.parts())
@@ -118,9 +118,11 @@ class Syncs:
         done = all(header.final for header in agreed.headers)
         if done and (level != widest or all(header.clean for header in agreed.headers)):
             return True  # the widest level will average all of it anyway, or has done so
-        traffic, apart = self._replica.average(level, agreed), self._replica.stays_apart
+        apart = self._replica.stays_apart
         if done and apart:  # the last word is exact
-            traffic.add(self._replica.average_weights(step))
+            traffic = self._replica.average_exactly(Progress(step, final=True))
+        else:
+            traffic = self._replica.average(level, agreed)
         self._telemetry.synced(self._clock.step, level, began, traffic)
         self._replica.forget_state()
         self._clean = level == widest and (done or not apart)

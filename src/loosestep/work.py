@@ -61,6 +61,12 @@ class Work:
             headers = agree(peers, Statement(()), told)
         self.division.check(self._peers, headers)
 
+    def check_replicas(self, peers: Peers) -> None:
+        """Raise where a host has several replicas and the reducer takes it for one."""
+        check = getattr(self._reducer, "check_replicas", None)
+        if check is not None:
+            check(peers)
+
     def _divide(self, peers: Peers) -> Division | None:
         divide = getattr(self._reducer, "divide", None)
         return None if divide is None else divide(peers)

@@ -67,25 +67,27 @@ def make_sharing(
     spec = settings.spec
     if spec.name in CONTENDERS:
         return InTree(model, optimizer, _plan(spec), topology, telemetry)
-    strategy = _divided(spec.strategy(topology), topology)
+    strategy = divided(
+        spec.strategy(topology), topology, Topology.from_hosts(timeout=topology.timeout)
+    )
     return Ours(model, optimizer, strategy, telemetry, settings.timeout)
 
 
-def _divided(strategy: Strategy, topology: Topology) -> Strategy:
+def divided(strategy: Strategy, topology: Topology, real: Topology) -> Strategy:
     """Let the workers of a host divide averages, where shared gradients keep them equal.
 
     That is so on hosts whose workers share gradients at every step; those of ``--hosts`` may be
     others than a reducer finds.
     """
-    reducer, real = strategy.reducer, Topology.from_hosts(timeout=topology.timeout)
-    same = real.levels["host"] == topology.levels["host"]
-    shares = always_shares_gradients(strategy.schedule)
-    if leaves_apart(reducer) and not shares and len(real.members("host")) > 1:
+    reducer, hosts = strategy.reducer, real.levels["host"]
+    equal = hosts == topology.levels["host"] and always_shares_gradients(strategy.schedule)
+    several = len(hosts) > 1 and any(len(host) > 1 for host in hosts)
+    if leaves_apart(reducer) and several and not equal:
         raise BadInput(
-            f"{reducer} takes a host for one replica, so its workers must share gradients at "
-            "every step; give gradients=host, or a wire with +ef in place of +rf"
+            f"{reducer} takes a machine for one replica, so its workers must share gradients at "
+            "every step; give gradients=host and no --hosts, or a wire with +ef in place of +rf"
         )
-    if not (same and shares) or strategy.sharding or not isinstance(reducer, TwoLevel):
+    if not equal or strategy.sharding or not isinstance(reducer, TwoLevel):
         return strategy
     agreeing = TwoLevel(reducer.inner, hosts="agree", ranks_per_host=reducer.ranks_per_host)
     return replace(strategy, reducer=agreeing)

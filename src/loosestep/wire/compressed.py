@@ -244,8 +244,10 @@ class _InFlight:
         """Write the mean of my part to ``total``, and return that."""
         weights = self._peers.weights or (1.0,) * self._peers.size
         whole = sum(weights[p] for p in members)
-        for count, member in enumerate(members):
-            share = float(torch.tensor(weights[member] / whole, dtype=torch.float32))
+        shares = [float(torch.tensor(weights[p] / whole, dtype=torch.float32)) for p in members]
+        if not members:  # everybody has weight 0
+            total.zero_()
+        for count, (member, share) in enumerate(zip(members, shares, strict=True)):
             if count == 0:
                 self._codec.decode(self._inbox[member], total.numel(), total, share)
             else:

@@ -71,7 +71,8 @@ class Division:
                     f"rank {peers.global_ranks[peers.group_rank]}: hosts='agree' says that the "
                     f"ranks of a host hold the same values, but those of ranks {ranks} differ "
                     f"(level {peers.level!r}). Nothing has been changed; share gradients inside "
-                    "hosts at every step, or use TwoLevel(..., hosts='differ')"
+                    "hosts at every step, or use TwoLevel(..., hosts='differ') (with ErrorFeedback "
+                    "in place of ReplicaFeedback)"
                 )
 
 

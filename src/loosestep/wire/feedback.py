@@ -98,9 +98,9 @@ class Residual:
         kept = store.get(key)
         if kept is not None and kept.numel() != size:
             raise ValueError(
-                f"ErrorFeedback keeps {kept.numel()} values for {key!r}, but there are {size} now; "
-                "its state is of another model, window size or number of ranks: forget it with "
-                "load_state_dict({}), on all ranks"
+                f"error feedback keeps {kept.numel()} values for {key!r}, but there are {size} "
+                "now; its state is of another model, window size or number of ranks: forget it "
+                "with load_state_dict({}), on all ranks"
             )
 
     def carry(self, values: torch.Tensor) -> torch.Tensor:

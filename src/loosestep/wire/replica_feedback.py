@@ -14,6 +14,7 @@ gossip.)
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -21,7 +22,8 @@ from loosestep.flat import STAGING, slices
 from loosestep.peers import Peers
 from loosestep.wire.compressed import Memories
 from loosestep.wire.feedback import ErrorFeedback, Residual
-from loosestep.wire.reducer import Handle, Traffic
+from loosestep.wire.reducer import Handle, Reducer, Traffic
+from loosestep.wire.rounding import Rounding
 
 
 class ReplicaFeedback(ErrorFeedback):
@@ -39,6 +41,14 @@ class ReplicaFeedback(ErrorFeedback):
 
     leaves_apart = True  # replicas differ after a sync, by what could not be sent
 
+    def __init__(self, inner: Reducer) -> None:
+        super().__init__(inner)
+        if self._engine.rounding is Rounding.STOCHASTIC:
+            raise ValueError(
+                f"{inner!r} rounds by chance, so that equal replicas would keep different rests; "
+                "what is lost is sent later anyway: use rounding='nearest'"
+            )
+
     def start(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Handle:
         """Launch the mean of what arrives; ``left`` of the handle is what did not."""
         first, last = slices(buffer.numel(), peers.size)[peers.group_rank]
@@ -50,6 +60,15 @@ class ReplicaFeedback(ErrorFeedback):
         """Return whether something is kept on a level, to be compared across its ranks."""
         return "means" if any(key.startswith(f"{level}/") for key in self._mean) else ""
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with what ``state_dict`` returned; an empty one forgets everything."""
+        if state_dict.get("sent"):
+            raise ValueError(
+                "ReplicaFeedback keeps nothing of what was sent, but the checkpoint does; was it "
+                "written with ErrorFeedback?"
+            )
+        super().load_state_dict(state_dict)
+
     def __repr__(self) -> str:
         return f"ReplicaFeedback({self.inner!r})"
 
@@ -59,7 +78,7 @@ class Unsent:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self.bytes_held = 4 * size
+        self.bytes_held = 0  # before ``keep``
         self.left: torch.Tensor | None = None
 
     def carry(self, values: torch.Tensor) -> torch.Tensor:

@@ -127,8 +127,6 @@ class TwoLevel:
         inside, across = ways.peers(peers)
         if inside.size == 1:
             return self.inner.start(buffer, across, slot)
-        if self.leaves_apart:  # shards, which several ranks of a host hold
-            raise ValueError(_ONE_REPLICA.format(self.inner))
 
         def launch(named: tuple[str, torch.Tensor]) -> Handle:
             name, piece = named
@@ -140,6 +138,12 @@ class TwoLevel:
             return launch((slot, buffer))
         numbered = enumerate(cut(buffer, most, inside.size * across.size))
         return InPieces(((f"{slot}, part {i}", piece) for i, piece in numbered), launch)
+
+    def check_replicas(self, peers: Peers) -> None:
+        """Raise where a host has several replicas of what is not divided, such as shards."""
+        ways = None if peers.size == 1 or not self.leaves_apart else self._ways_of(peers)
+        if ways is not None and len(ways.inside) > 1:
+            raise ValueError(_ONE_REPLICA.format(self.inner))
 
     def _only_finite(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Peers:
         """Ask all ranks whether what they send can be compressed, unless they have been asked.
