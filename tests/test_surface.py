@@ -44,7 +44,7 @@ wire.pieces wire.memory wire.train wire.lending wire.links wire.mean wire.reside
 wire.parcels wire.native
 wire.rounding wire.codec_c wire.codec_torch wire.codec wire.codec_blocks wire.codec_topk
 wire.codec_cast wire.codec_table wire.nonfinite wire.division wire.two_level wire.compressed
-wire.quantize wire.topk wire.feedback wire.cast wire
+wire.quantize wire.topk wire.feedback wire.replica_feedback wire.cast wire
 telemetry.sinks telemetry.record telemetry
 finite pipeline references work averaging flight overlap parameters periods model_averager averagers
 optim optim.idle optim.post_local_sgd

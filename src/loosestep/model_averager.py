@@ -26,7 +26,7 @@ from loosestep.references import References
 from loosestep.schedule import check_overlap
 from loosestep.telemetry import Telemetry
 from loosestep.tensors import Named, unique
-from loosestep.wire import Reducer, leaves_apart
+from loosestep.wire import Reducer, exact_like, leaves_apart
 
 
 class Options(TypedDict, total=False):
@@ -253,7 +253,8 @@ class ModelAverager(ABC):
         """Make replicas equal that a reducer has left apart."""
         if dist.get_rank(self.process_group) >= 0:
             began = time.perf_counter()
-            exact = Averager(self._averager(self._widest).peers, agreements=[self._describe()])
+            peers, reducer = self._averager(self._widest).peers, exact_like(self.reducer)
+            exact = Averager(peers, reducer=reducer, agreements=[self._describe()])
             traffic = exact.average_parts(self._parts(params), Progress(self.step))
             self.telemetry.synced(self.step, "final", began, traffic)
 

@@ -31,7 +31,7 @@ from loosestep.recipes import Strategy
 from loosestep.references import References
 from loosestep.tensors import Named, unique
 from loosestep.topology import Topology
-from loosestep.wire import Mean, Reducer, Traffic, TwoLevel, leaves_apart
+from loosestep.wire import Reducer, Traffic, TwoLevel, exact_like, leaves_apart
 
 State = tuple[list[Named], list[Named]]  # tensors of an optimizer that have a mean, and counters
 
@@ -181,10 +181,10 @@ class Replica:
         )
 
     def _exact(self, level: str) -> Averager:
-        """Return the same, with the exact mean in place of the strategy's reducer."""
+        """Return the same, with an exact mean in place of the strategy's reducer."""
         return Averager(
             self._topology.peers(level),
-            reducer=Mean(),
+            reducer=exact_like(self._strategy.reducer),
             agreements=[self._topology.describe(), self._strategy.describe()],
             subset=lambda ranks: self._topology.subset(level, ranks),
         )

@@ -6,12 +6,12 @@ from loosestep.wire.mean import Mean, mean_into
 from loosestep.wire.native import Native
 from loosestep.wire.nonfinite import NonFinite
 from loosestep.wire.quantize import Int2, Int4, Int8
-from loosestep.wire.reducer import Handle, Reducer, Traffic
-from loosestep.wire.replica_feedback import ReplicaFeedback, check_suits_gradients, leaves_apart
+from loosestep.wire.reducer import Handle, Reducer, Traffic, check_suits_gradients, leaves_apart
+from loosestep.wire.replica_feedback import ReplicaFeedback
 from loosestep.wire.resident import Resident
 from loosestep.wire.rounding import Rounding
 from loosestep.wire.topk import TopK
-from loosestep.wire.two_level import Hosts, TwoLevel
+from loosestep.wire.two_level import Hosts, TwoLevel, exact_like
 
 __all__ = [
     "Cast",
@@ -32,6 +32,7 @@ __all__ = [
     "Traffic",
     "TwoLevel",
     "check_suits_gradients",
+    "exact_like",
     "leaves_apart",
     "mean_into",
 ]

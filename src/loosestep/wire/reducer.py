@@ -103,3 +103,17 @@ class Done:
 
     def wait(self) -> None:
         """Do nothing."""
+
+
+def leaves_apart(reducer: object) -> bool:
+    """Say whether replicas still differ after this reducer's syncs."""
+    return bool(getattr(reducer, "leaves_apart", False))
+
+
+def check_suits_gradients(reducer: object) -> None:
+    """Raise for a reducer that averages parameters only."""
+    if leaves_apart(reducer):
+        raise ValueError(
+            f"{reducer} leaves what was not sent in the replica's parameters, and gradients are "
+            "gone after a step; share gradients by ErrorFeedback(...)"
+        )

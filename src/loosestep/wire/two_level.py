@@ -34,8 +34,7 @@ from loosestep.wire.links import board_of, largest
 from loosestep.wire.mean import Mean, MeanInFlight
 from loosestep.wire.nonfinite import all_finite, contributors
 from loosestep.wire.pieces import InPieces, cut, piece_lengths
-from loosestep.wire.reducer import Handle, Reducer
-from loosestep.wire.replica_feedback import leaves_apart
+from loosestep.wire.reducer import Handle, Reducer, leaves_apart
 from loosestep.wire.resident import Resident
 
 logger = logging.getLogger(__name__)
@@ -266,6 +265,17 @@ class TwoLevel:
         across = tuple(host[place] for host in hosts)
         groups = [_own_group(peers, members) for members in (inside, across)]
         return Ways(hosts, inside, across, *groups)
+
+
+def exact_like(reducer: Reducer | None) -> Reducer:
+    """Return what averages exactly on the ways that ``reducer`` takes.
+
+    >>> exact_like(TwoLevel(ranks_per_host=2)), exact_like(None)
+    (TwoLevel(Mean(), differ, ranks_per_host=2), Mean())
+    """
+    if isinstance(reducer, TwoLevel):
+        return TwoLevel(ranks_per_host=reducer.ranks_per_host)
+    return Mean()
 
 
 class _ByHost(MeanInFlight):
