@@ -18,6 +18,7 @@ from benchmarks import (
     peers,
     training,
     training_losses,
+    training_seeds,
     zero,
     zero_link,
 )
@@ -33,6 +34,7 @@ BENCHMARKS = {
     "peers": peers.run,
     "training": training.run,
     "training_losses": training_losses.run,
+    "training_seeds": training_seeds.run,
     "zero": zero.run,
     "zero_link": zero_link.run,
 }
