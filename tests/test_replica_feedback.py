@@ -41,6 +41,7 @@ from loosestep.trainer import wires
 from loosestep.trainer.contenders import divided
 from loosestep.trainer.mistakes import BadInput
 from loosestep.trainer.specs import parse_spec
+from loosestep.work import Work
 from tests.oracle import equal, loss_of, make_net, sgd, snapshot
 
 HOSTS = {"host": 2, "world": 4}
@@ -253,6 +254,26 @@ def test_a_host_with_several_replicas_is_refused(pool: RankPool) -> None:
     with pytest.raises(ValueError, match="hosts='agree'"):
         TwoLevel(ReplicaFeedback(Int2()))
     assert all("share gradients inside hosts" in text for text in pool.run(4, hosts_that_differ))
+
+
+def undivided_on_a_host() -> list[str]:
+    """Ask for averages of what the ranks of a host do not divide, as shards are."""
+    peers, said = peers_of(private_twin(world_group())), []
+    for size in (2, 1, 4):
+        wire = TwoLevel(ReplicaFeedback(Int2()), hosts="agree", ranks_per_host=size)
+        try:
+            Work(wire, peers).check_replicas(peers)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_several_holders_of_a_shard_on_a_host_are_refused(pool: RankPool) -> None:
+    """Before anything is sent; one a host is fine, and so is one host, which needs no bits."""
+    for several, one_each, one_host in pool.run(4, undivided_on_a_host):
+        assert "has several" in several
+        assert one_each == one_host == ""
 
 
 def one_shot() -> str:
