@@ -93,6 +93,14 @@ def transfer(hosts: EmulatedHosts, source: int, target: int, num_bytes: int) -> 
         listener.communicate(timeout=10)
 
 
+def is_at(found: float, rate: float) -> bool:
+    """Return whether so much went through a link of a rate.
+
+    More never does. Less may: whoever sends and receives shares the machine with others.
+    """
+    return 0.6 * rate < found < 1.15 * rate
+
+
 @needs_namespaces
 @pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 0), (1, 2), (2, 0)])
 def test_a_link_carries_its_rate(hosts: EmulatedHosts, source: int, target: int) -> None:
@@ -100,7 +108,7 @@ def test_a_link_carries_its_rate(hosts: EmulatedHosts, source: int, target: int)
     before = [hosts.uplink_bytes(host) for host in range(3)]
     rate = transfer(hosts, source, target, 12_500_000)
     sent = [hosts.uplink_bytes(host) - old for host, old in enumerate(before)]
-    assert rate == pytest.approx(12.5e6, rel=0.15)
+    assert is_at(rate, 12.5e6), rate
     assert sent[source] == pytest.approx(12_500_000, rel=0.1)
     assert sum(sent) - sent[source] < 1_000_000  # acknowledgements
 
@@ -112,7 +120,7 @@ def test_other_rates(text: str) -> None:
     link = Link(text)
     with EmulatedHosts(2, link) as hosts:
         rate = transfer(hosts, 0, 1, round(link.bytes_per_second * 0.8))
-    assert rate == pytest.approx(link.bytes_per_second, rel=0.15)
+    assert is_at(rate, link.bytes_per_second), rate
 
 
 @needs_namespaces
@@ -161,7 +169,7 @@ def test_namespaces_are_hosts(hosts: EmulatedHosts) -> None:
     for found in run_on(hosts, reduce_and_group, 2):
         assert found["sum"] == 6.0
         assert found["levels"]["host"] == [[0, 1], [2, 3], [4, 5]]
-        assert 0.55 < found["seconds"] < 1.5
+        assert 0.55 < found["seconds"] < 2
 
 
 def talk_inside() -> float:
