@@ -20,7 +20,7 @@ from loosestep.groups import own_group
 from loosestep.model_averager import FIRST, Due, ModelAverager, Options
 from loosestep.parameters import Parameters
 from loosestep.periods import check_hierarchy, check_period, check_warmup, warn_period_one
-from loosestep.schedule import STEPS_LOOKED_AT, check_overlap
+from loosestep.schedule import check_overlap
 
 __all__ = ["HierarchicalModelAverager", "ModelAverager", "Options", "PeriodicModelAverager"]
 
@@ -112,9 +112,7 @@ class HierarchicalModelAverager(ModelAverager):
         self.warmup_steps = check_warmup(warmup_steps)
         self._sizes = dict(period_group_size_dict)
         self._periods = list(period_group_size_dict)
-        looked_at = range(warmup_steps, warmup_steps + STEPS_LOOKED_AT)
-        if self.overlap_steps:
-            check_overlap(self.overlap_steps, [s for s in looked_at if self._due_period(s)])
+        check_overlap(self.overlap_steps, [self._periods[-1], 2 * self._periods[-1]])
         if self._periods[-1] == 1:
             warn_period_one("the largest period of period_group_size_dict")
         self._agree_on_groups()

@@ -18,7 +18,7 @@ from loosestep.schedule import (
     check_overlap,
     every,
     levels,
-    sync_steps,
+    most_seldom,
 )
 from loosestep.topology import Topology
 from loosestep.wire import Reducer, TwoLevel, check_suits_gradients
@@ -67,7 +67,7 @@ class Strategy:
                     f"{type(part).__name__} needs a __repr__ that is equal on all ranks, since "
                     "they compare strategies by it; make it a frozen dataclass"
                 )
-        check_overlap(self.overlap_steps, sync_steps(self.schedule) if self.overlap_steps else [])
+        check_overlap(self.overlap_steps, most_seldom(self.schedule) if self.overlap_steps else [])
         object.__setattr__(self, "buffers", choose(Buffers, self.buffers))
         object.__setattr__(self, "optimizer_state", choose(OptimizerState, self.optimizer_state))
         object.__setattr__(self, "initial", choose(Initial, self.initial))
@@ -140,6 +140,7 @@ def hierarchical_sgd(
 ) -> Strategy:
     """Average narrow levels often and wide ones seldom: ``{"host": 4, "world": 32}``.
 
+    With ``overlap_steps`` an average travels for that many steps, or until the next one is due.
     Hierarchical SGD, https://arxiv.org/abs/2010.12998.
 
     >>> schedule = hierarchical_sgd({"host": 4, "world": 8}).schedule

@@ -193,17 +193,20 @@ def next_sync(schedule: Schedule, step: int, level: str | None = None) -> tuple[
     return None
 
 
-def sync_steps(schedule: Schedule) -> list[int]:
-    """Return the steps at which parameters are averaged, as far as one cares to look.
+def most_seldom(schedule: Schedule) -> list[int]:
+    """Return when the level averages parameters that does so most seldom, as far as one looks.
 
-    >>> sync_steps(every(2000))
-    [2000, 4000, 6000]
+    >>> most_seldom(every(2000)), most_seldom(levels({"host": 4, "world": 3000}))
+    ([2000, 4000, 6000], [3000])
     """
     first = next_sync(schedule, 0)
-    if first is None:
-        return []
-    looked_at = range(first[0], first[0] + STEPS_LOOKED_AT)
-    return [step for step in looked_at if schedule(step).parameters is not None]
+    steps: dict[str, list[int]] = {level: [] for level in schedule.parameter_levels()}
+    if first is not None:
+        for step in range(first[0], first[0] + STEPS_LOOKED_AT):
+            level = schedule(step).parameters
+            if level is not None:
+                steps[level].append(step)
+    return min(steps.values(), key=len, default=[])
 
 
 def always_shares_gradients(schedule: Schedule) -> bool:
@@ -217,8 +220,11 @@ def always_shares_gradients(schedule: Schedule) -> bool:
     return all(schedule(step).gradients is not None for step in looked_at)
 
 
-def check_overlap(overlap_steps: int, syncs: Iterable[int]) -> int:
-    """Return ``overlap_steps``; raise where two averages at steps ``syncs`` are closer than that.
+def check_overlap(overlap_steps: int, seldom: Iterable[int]) -> int:
+    """Return ``overlap_steps``; raise where no average could be under way for so long.
+
+    ``seldom`` are the steps of the level that averages most seldom. Of several levels, an average
+    of one may have to land for one of another before its time.
 
     >>> check_overlap(2, [4, 6])
     2
@@ -227,7 +233,7 @@ def check_overlap(overlap_steps: int, syncs: Iterable[int]) -> int:
         raise ValueError(
             f"overlap_steps must be a whole number >= 0, got {overlap_steps!r}; 0 averages at once"
         )
-    for one, other in itertools.pairwise(syncs):
+    for one, other in itertools.pairwise(seldom):
         if other - one < overlap_steps:
             raise ValueError(
                 f"an average must land before the next one starts: overlap_steps is "
