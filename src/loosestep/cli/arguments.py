@@ -8,7 +8,7 @@ from dataclasses import Field
 from typing import Any, NoReturn
 
 import loosestep
-from loosestep.cli.compare import compare
+from loosestep.cli.compare import OF_ONE_RUN, compare
 from loosestep.cli.doctor import doctor
 from loosestep.cli.report import report
 from loosestep.cli.train import train
@@ -39,9 +39,6 @@ DOCTOR = """examples:
   loosestep doctor
   loosestep doctor --workers 4 --parameters 10000000
   torchrun --nnodes 2 --nproc-per-node 4 ... -m loosestep doctor"""
-
-
-ONE_STRATEGY = ("strategy", "period", "levels", "wire", "overlap", "warmup")  # not of several
 
 
 class _Parser(Parser):
@@ -82,7 +79,7 @@ def _parser() -> Parser:
     several.add_argument("strategies", nargs="*", metavar="SPEC", help=_strategies())
     several.add_argument("--data", action="append", default=[], metavar="DATA", help=DATA_HELP)
     _add_comparison(several)
-    _add_settings(several, ("resume", "workers", "out", "tensorboard", "keep", *ONE_STRATEGY))
+    _add_settings(several, ("out", "tensorboard", "keep", *OF_ONE_RUN))
     page = _command(commands, "report", report, "make one HTML file of runs", REPORT)
     page.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run")
     page.add_argument(

@@ -31,8 +31,12 @@ from loosestep.trainer.display import Tail, loss_text, steps_of
 from loosestep.trainer.launch import Outcome, run_here
 from loosestep.trainer.mistakes import BadInput
 from loosestep.trainer.orders import Orders
-from loosestep.trainer.settings import Settings, changed
+from loosestep.trainer.ranks import rank_from
+from loosestep.trainer.settings import Settings, changed, default_of, options
 from loosestep.trainer.specs import Spec, parse_spec
+
+ONE_STRATEGY = ("strategy", "period", "levels", "wire", "overlap", "warmup")  # not of several
+OF_ONE_RUN = ("resume", "workers", *ONE_STRATEGY)
 
 
 class Contender(NamedTuple):
@@ -58,16 +62,21 @@ def contender(text: str) -> Contender:
 
 def compare(found: argparse.Namespace) -> int:
     """Train under one strategy after the other, then show what came of it."""
+    if rank_from() is not None:
+        raise BadInput(
+            "compare starts workers of its own, but this is one already (RANK or SLURM_PROCID); "
+            "run it without torchrun or srun, or train with each strategy and report the runs"
+        )
     chosen = [contender(text) for text in found.strategies] or [
         Contender(str(spec), spec) for spec in contenders.defaults()
     ]
     _check(chosen)
     check_file(found.json, "--json")
     check_file(found.report, "--report")
-    settings, console = settings_of(found), Console(highlight=False, markup=False)
+    settings, console = _settings(found), Console(highlight=False, markup=False)
     with hosts(found, settings, console) as where:
         check_run(settings, where.num_workers, where.num_hosts)
-        folder = new_folder(found.out, "compare")
+        folder = new_folder(settings.out, "compare")
         try:
             outcome, done = _run_all(chosen, settings, folder, where, console)
         finally:
@@ -77,6 +86,16 @@ def compare(found: argparse.Namespace) -> int:
     if outcome.code:
         say_error(outcome.message or "stopped")
     return outcome.code
+
+
+def _settings(found: argparse.Namespace) -> Settings:
+    """Return the settings; raise for those of a file that only one run can have."""
+    settings = settings_of(found)
+    for setting in options():
+        name = setting.name
+        if name in OF_ONE_RUN and getattr(settings, name) != default_of(setting):
+            raise BadInput(f"{found.config}: {name!r} is for loosestep train; leave it out")
+    return settings
 
 
 def _run_all(
@@ -110,9 +129,7 @@ def _columns() -> tuple[ProgressColumn, ...]:
 
 
 def _orders(settings: Settings, one: Contender, own: Path, where: Hosts) -> Orders:
-    single = dict.fromkeys(("period", "levels", "wire", "overlap", "warmup", "resume"))
-    own_settings = {"strategy": str(one.spec), "hosts": where.num_hosts, "out": str(own)}
-    plain = changed(settings, **single, **own_settings)
+    plain = changed(settings, strategy=str(one.spec), hosts=where.num_hosts, out=str(own))
     return Orders(
         settings=plain, folder=own, name=one.name, command=command_line(), link=where.link
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from loosestep.trainer.in_tree import CONTENDERS, InTree, Plan
 from loosestep.trainer.mistakes import BadInput, nearest
 from loosestep.trainer.settings import Settings
 from loosestep.trainer.sharing import OptimizerPlan, Ours, Sharing
-from loosestep.trainer.specs import OURS, Spec, Value, arguments_of
+from loosestep.trainer.specs import OURS, Spec, arguments_of, needs
 from loosestep.wire import TwoLevel, leaves_apart
 
 
@@ -27,20 +26,10 @@ def names() -> list[str]:
 
 
 def defaults() -> list[Spec]:
-    """Return every contender with the options that it has by default."""
+    """Return every contender that can do without options, or with periods by level."""
     makers: dict[str, Callable[..., Any]] = {**OURS, **CONTENDERS}
-    return [Spec(name, _needed(make)) for name, make in makers.items()]
-
-
-def _needed(make: Callable[..., Any]) -> dict[str, Value]:
-    """Return options for arguments that have no default: periods by level."""
-    parameters = inspect.signature(make).parameters.values()
-    return {
-        level: period
-        for parameter in parameters
-        if parameter.default is parameter.empty
-        for level, period in {"host": 4, "world": 16}.items()
-    }
+    needed = {name: needs(make) for name, make in makers.items()}
+    return [Spec(name, options) for name, options in needed.items() if options is not None]
 
 
 def check_spec(spec: Spec) -> None:

@@ -128,6 +128,19 @@ def arguments_of(
     return arguments
 
 
+def needs(recipe: Callable[..., Any]) -> dict[str, Value] | None:
+    """Return options for what a recipe must be given; None: nobody here can know them.
+
+    >>> needs(RECIPES["ddp"]), needs(RECIPES["hierarchical_sgd"])
+    ({}, {'host': 4, 'world': 16})
+    """
+    hints, parameters = _arguments(recipe), inspect.signature(recipe).parameters
+    required = [hints[key] for key, one in parameters.items() if one.default is one.empty]
+    if not all(map(_is_mapping, required)):
+        return None
+    return {"host": 4, "world": 16} if required else {}
+
+
 def _no_option(name: str, given: str, wanted: Sequence[str]) -> BadInput:
     long_names = {long: short for short, long in SHORT.items()}
     known = [long_names.get(key, key) for key in wanted]
