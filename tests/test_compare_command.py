@@ -10,7 +10,7 @@ import pytest
 
 from loosestep.lab import missing
 from loosestep.runs import read_run
-from tests.commands import TINY, Done, call, command, read_json
+from tests.commands import TINY, Done, begun, call, command, read_json, steps_in, until
 
 needs_namespaces = pytest.mark.skipif(bool(missing()), reason=missing())
 OURS = "post_local_sgd:period=4,warmup=0,wire=int8,gradients=none"
@@ -86,22 +86,40 @@ def processes_about(text: str) -> list[str]:
 
 @needs_namespaces
 def test_emulated_hosts_count_what_leaves_them_and_leave_nothing(tmp_path: Path):
+    """Two hosts with two workers each: ours send a copy a host, PyTorch's a copy a worker."""
     before = namespaces()
     mark = {"LOOSESTEP_TEST_MARK": str(tmp_path)}
-    options = ("--link", "100mbit", "--workers-per-host", "1", "--steps", "24")
+    ours, theirs = "post_local_sgd:period=4,warmup=0", "torch-post-local:period=4"
+    options = ("--link", "100mbit", "--hosts", "2", "--workers-per-host", "2", "--steps", "24")
     files = ("--json", tmp_path / "table.json", "--out", tmp_path / "runs")
-    done = command("compare", "torch-ddp", *TINY, *options, *files, environment=mark)
+    done = command("compare", ours, theirs, *TINY, *options, *files, environment=mark)
     assert (done.code, done.err) == (0, "")
     assert "uplinks of 100mbit" in done.out
-    (row,) = read_json(tmp_path / "table.json")
-    run = read_run(tmp_path / "runs" / "01-torch-ddp")
-    assert run.info.link == {"rate": "100mbit", "hosts": 2, "workers_per_host": 1}
-    payload = 4 * run.info.num_parameters * 24
-    assert row["bytes_sent_per_worker"] == pytest.approx(payload, rel=0.02)
-    # The kernel counts headers and acknowledgements too, and not the evaluation.
-    assert payload < row["bytes_that_left_a_host"] < 1.3 * payload
+    runs = [read_run(run) for run in sorted((tmp_path / "runs").iterdir()) if run.is_dir()]
+    for run in runs:
+        assert run.info.link == {"rate": "100mbit", "hosts": 2, "workers_per_host": 2}
+        assert run.info.topology == {"host": [[0, 1], [2, 3]], "world": [[0, 1, 2, 3]]}
+    copy = 4 * runs[0].info.num_parameters
+    left = [row["bytes_that_left_a_host"] for row in read_json(tmp_path / "table.json")]
+    # Six averages each; PyTorch's first is at the first step, and a ring of four sends 1.5 copies.
+    # The kernel counts headers and acknowledgements too.
+    assert 6 * copy < left[0] < 1.4 * 6 * copy
+    assert 6 * 1.5 * copy < left[1] < 1.4 * 7 * 1.5 * copy
     assert namespaces() <= before
     assert processes_about(str(tmp_path)) == []
+
+
+@needs_namespaces
+def test_a_comparison_that_is_killed_leaves_nothing(tmp_path: Path):
+    """Its workers and their hosts end with it."""
+    mark = {"LOOSESTEP_TEST_MARK": str(tmp_path)}
+    options = ("--link", "100mbit", "--steps", "100000", "--out", tmp_path / "runs")
+    with begun("compare", "torch-ddp", *TINY, *options, environment=mark) as process:
+        until(lambda: steps_in(tmp_path / "runs" / "01-torch-ddp") > 2)
+        assert len(processes_about(str(tmp_path))) > 4
+        process.kill()
+        process.wait()
+        until(lambda: processes_about(str(tmp_path)) == [], seconds=20)
 
 
 def test_the_doctor_measures_and_recommends(tmp_path: Path):
