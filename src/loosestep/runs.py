@@ -19,10 +19,15 @@ Every record has ``event`` and ``at``, the seconds since all workers began toget
 from __future__ import annotations
 
 import json
+import os
+import reprlib
+import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 VERSION = 1
 INFO_FILE = "run.json"
@@ -99,10 +104,35 @@ def read_info(folder: Path) -> RunInfo:
     if not isinstance(found, dict) or found.get("version") != VERSION:
         raise NotARun(f"{path}: not of version {VERSION}")
     names = {f.name for f in fields(RunInfo)}
+    known = {name: value for name, value in found.items() if name in names}
+    _check_types(path, known)
     try:
-        return RunInfo(**{name: value for name, value in found.items() if name in names})
+        return RunInfo(**known)
     except TypeError as error:
         raise NotARun(f"{path}: {error}") from None
+
+
+def _check_types(path: Path, known: dict[str, Any]) -> None:
+    kinds = get_type_hints(RunInfo)
+    for declared in fields(RunInfo):
+        name = declared.name
+        if name in known and not _fits(known[name], kinds[name]):
+            raise NotARun(
+                f"{path}: {name} must be {declared.type}, got {reprlib.repr(known[name])}; give a "
+                "run as it was written"
+            )
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Say whether what JSON gave is of a type that a field is declared with."""
+    outer, parts = get_origin(kind), get_args(kind)
+    if outer is UnionType:
+        return any(_fits(value, part) for part in parts)
+    if outer is list:
+        return isinstance(value, list) and all(_fits(item, parts[0]) for item in value)
+    if outer is dict:  # keys are always texts in JSON
+        return isinstance(value, dict) and all(_fits(item, parts[1]) for item in value.values())
+    return kind is Any or type(value) is kind  # true is no number, though it is an int
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
@@ -116,3 +146,37 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             raise NotARun(f"{path}, line {number}: not JSON") from None
         if isinstance(record, dict) and "event" in record:
             yield record
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of results: a reader, or a full disk, has the old one or the new one, whole.
+
+    Links are followed. A pipe or a device is written into, and never replaced by a file.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            _replace(Path(os.path.realpath(path)), text)
+    except OSError as error:
+        if error.errno is not None:  # a full disk names no file, and nobody asked for a draft
+            error.filename = str(path)
+        raise
+
+
+def _replace(place: Path, text: str) -> None:
+    # In the same folder: only there is a rename atomic.
+    draft = place.with_name(f".{place.name}.{os.getpid()}.draft")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        if place.exists():
+            shutil.copymode(place, draft)
+        os.replace(draft, place)
+    except PermissionError:
+        # Who may not add or rename files in a folder may still write into this one.
+        if not os.access(place, os.W_OK):
+            raise
+        place.write_text(text, encoding="utf-8")
+    finally:
+        with suppress(OSError):  # it was never made
+            draft.unlink()

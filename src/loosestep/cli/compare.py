@@ -169,8 +169,10 @@ def _show(done: list[Path], found: argparse.Namespace, console: Console) -> None
     if target is None and finished:
         target = target_loss(finished)
     console.print(table(facts, target))
-    if found.json:
-        write_json(Path(found.json), facts, target)
     output = Path(found.report) if found.report else done[0].parent / "report.html"
-    write_report(done, output, target=found.target)
-    console.print(f"report: {output}", soft_wrap=True)
+    try:
+        write_report(done, output, target=found.target)
+        console.print(f"report: {output}", soft_wrap=True)
+    finally:  # one file that cannot be written does not cost the other
+        if found.json:
+            write_json(Path(found.json), facts, target)

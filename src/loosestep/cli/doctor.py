@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from loosestep.cli.folders import check_file
 from loosestep.doctor import Finding, Links, inspect_machine, measure_links, recommend, show
+from loosestep.runs import write_whole
 from loosestep.testing import RanksFailed, run_ranks
 from loosestep.trainer.mistakes import BadInput
 from loosestep.trainer.ranks import rank_from
@@ -28,8 +30,7 @@ MOST_SECONDS = 300.0  # for all of it
 
 def doctor(found: argparse.Namespace) -> int:
     """Look, measure and recommend."""
-    if found.workers < 1 or found.parameters < 1 or found.step_seconds <= 0:
-        raise BadInput("--workers, --parameters and --step-seconds must be more than 0")
+    _check(found)
     check_file(found.json, "--json")
     rank = rank_from()
     if rank is None:
@@ -44,6 +45,14 @@ def doctor(found: argparse.Namespace) -> int:
     finally:
         dist.destroy_process_group()
     return 0
+
+
+def _check(found: argparse.Namespace) -> None:
+    for name in ("workers", "parameters", "step_seconds", "timeout"):
+        value = getattr(found, name)
+        if not 0 < value < math.inf:  # NaN is neither
+            flag = "--" + name.replace("_", "-")
+            raise BadInput(f"{flag} must be more than 0 and finite, got {value}")
 
 
 def _say(text: str) -> None:
@@ -82,6 +91,6 @@ def _tell(found: argparse.Namespace, machine: Sequence[Finding], links: Links | 
             "recommendation": None if advice is None else asdict(advice),
         }
         try:
-            Path(found.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            write_whole(Path(found.json), json.dumps(content, indent=2) + "\n")
         except OSError as error:
             raise BadInput(f"{found.json}: cannot be written: {error.strerror}") from error

@@ -11,6 +11,7 @@ from rich.table import Column, Table
 
 from loosestep.report import words
 from loosestep.report.facts import Facts
+from loosestep.runs import write_whole
 from loosestep.trainer.mistakes import BadInput
 
 NAME_WIDTH = 18  # that a strategy's name has at least, if it needs it
@@ -21,6 +22,7 @@ def rows(facts: Sequence[Facts], target: float | None) -> list[dict[str, Any]]:
     return [
         {
             "strategy": run.label,
+            "link": (run.info.link or {}).get("rate"),  # null: none was emulated
             "seconds": run.seconds,
             "seconds_per_step": run.seconds_per_step,
             "steps": run.steps,
@@ -60,6 +62,6 @@ def table(facts: Sequence[Facts], target: float | None) -> Table:
 def write_json(path: Path, facts: Sequence[Facts], target: float | None) -> None:
     """Write the table as JSON."""
     try:
-        path.write_text(json.dumps(rows(facts, target), indent=2) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(rows(facts, target), indent=2) + "\n")
     except OSError as error:
         raise BadInput(f"{path}: cannot be written: {error.strerror}") from error

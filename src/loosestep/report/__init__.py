@@ -5,12 +5,11 @@ The file needs no network, no server and no library to be read. Nothing here nee
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from loosestep.report.page import make_report
-from loosestep.runs import read_run
+from loosestep.runs import read_run, write_whole
 
 __all__ = ["make_report", "write_report"]
 
@@ -20,13 +19,13 @@ def write_report(
 ) -> None:
     """Write the report on the runs in ``folders``; a file that is there already is replaced.
 
-    ``target`` is the validation loss to reach, by default the best final one plus 1 %.
-    Raises ``NotARun`` for a folder without a run and ``ValueError`` for an output that cannot be,
-    each before anything is written.
+    A link is followed, and a pipe or a device written into. ``target`` is the validation loss to
+    reach, by default the best final one plus 1 %. Raises ``NotARun`` for a folder without a run and
+    ``ValueError`` for an output that cannot be, each before anything is written.
     """
     output = Path(output)
     _check(folders, output)
-    _replace(output, make_report([read_run(folder) for folder in folders], target=target))
+    write_whole(output, make_report([read_run(folder) for folder in folders], target=target))
 
 
 def _check(folders: Sequence[str | Path], output: Path) -> None:
@@ -43,13 +42,3 @@ def _check(folders: Sequence[str | Path], output: Path) -> None:
         raise ValueError(f"{output}: is a folder; give the name of a file in it")
     if not output.parent.is_dir():
         raise ValueError(f"{output}: there is no folder {output.parent}; make it first")
-
-
-def _replace(output: Path, text: str) -> None:
-    # In the same folder: only there is a rename atomic, so that a reader has the old or the new.
-    draft = output.with_name(f".{output.name}.{os.getpid()}.draft")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, output)
-    finally:
-        draft.unlink(missing_ok=True)

@@ -122,6 +122,8 @@ def _pixels(path: Path, size: int) -> torch.Tensor:
     try:
         with Image.open(path) as image:
             small = image.convert("RGB").resize((size, size))
+    except Image.DecompressionBombError as error:
+        raise BadInput(f"{path}: {str(error).rstrip('.')}; scale it down first") from None
     except (OSError, SyntaxError, ValueError, EOFError) as error:  # as Pillow's readers differ
         raise BadInput(f"{path}: not an image that can be read: {error}") from None
     raw = torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8)
