@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import parse_args as parse_torchrun
 
 from loosestep import post_local_sgd
+from loosestep.cli.arguments import parse
 from loosestep.doctor import (
     Finding,
     Level,
@@ -62,7 +65,6 @@ def test_a_fast_network_takes_ddp() -> None:
     links = links_of(0.01, 0.001, average=0.01, own=0.001)
     advice = recommend([], links, num_parameters=1_000_000, step_seconds=1.0)
     assert advice.strategy == "ddp"
-    assert advice.command == "loosestep train --strategy ddp"
     (cost,) = advice.costs
     assert cost.seconds_waited == pytest.approx(0.04)
     assert cost.share_waited == pytest.approx(0.04 / 1.04)
@@ -107,7 +109,46 @@ def test_a_slow_network_takes_few_bits() -> None:
     assert advice.costs[-1].seconds_waited == pytest.approx((5.195 - 4) / 32, rel=0.01)
     assert any("12.9 %" in reason for reason in advice.reasons)
     # A step of ddp takes 40 * 1.5 + 0.5 s, a hundred of them 6050 s.
-    assert "first 100 steps share gradients as ddp does and take 101 min" in advice.reasons[-1]
+    assert "first 100 steps share gradients as ddp does and take 101 min" in advice.reasons[-2]
+
+
+def test_the_command_starts_what_was_measured_on_one_host() -> None:
+    """The number of workers is not left to what ``train`` would take."""
+    links = replace(links_of(0.0, 0.1, average=0.0, own=0.02, hosts=1), hosts=((0, 1, 2, 3),))
+    advice = recommend([], links, num_parameters=1_000_000, step_seconds=1.0)
+    strategy = "post_local_sgd:period=4,gradients=none"
+    assert advice.command == f"loosestep train --workers 4 --strategy {strategy}"
+    found = parse(shlex.split(advice.command)[1:])
+    assert (found.workers, found.strategy) == (4, strategy)
+    assert not any("DIR" in reason for reason in advice.reasons)
+
+
+def test_the_command_starts_what_was_measured_on_several_hosts() -> None:
+    """As torchrun reads it; --out is what ``train`` demands of workers that others started."""
+    links = links_of(0.01, 0.001, average=0.01, own=0.001, hosts=3)
+    advice = recommend([], links, num_parameters=1_000_000, step_seconds=1.0)
+    assert advice.command == (
+        "torchrun --nnodes 3 --nproc-per-node 2 --rdzv-backend c10d "
+        "--rdzv-endpoint host-0:29500 -m loosestep train --out DIR --strategy ddp"
+    )
+    found = parse_torchrun(shlex.split(advice.command)[1:])
+    assert (found.nnodes, found.nproc_per_node, found.module) == ("3", "2", True)
+    assert found.training_script == "loosestep"
+    assert parse(found.training_script_args).out == "DIR"
+    assert "every host, with the same DIR, a folder that all of them share." in advice.reasons[-1]
+
+
+def test_uneven_hosts_have_numbers_of_their_own() -> None:
+    links = replace(links_of(0.01, 0.001, average=0.01, own=0.001), hosts=((0, 1, 2), (3,)))
+    advice = recommend([], links, num_parameters=1_000_000, step_seconds=1.0)
+    assert "--nnodes 2 --nproc-per-node N " in advice.command
+    assert advice.reasons[-1].endswith("N is a host's own: 3 on host-0, 1 on host-1.")
+
+
+def test_steps_of_next_to_no_time() -> None:
+    links = links_of(1.5, 0.001, average=1.0, own=0.001)
+    advice = recommend([], links, num_parameters=1_000_000, step_seconds=5e-324)
+    assert advice.strategy.startswith("post_local_sgd:period=64,")
 
 
 def test_a_hopeless_network_is_said_to_be_one() -> None:

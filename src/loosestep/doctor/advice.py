@@ -38,6 +38,7 @@ LADDER = (
 )
 WARMUP_STEPS = 100  # of the recipe, unless told otherwise
 MOST_OVERLAP = 8  # steps; older averages than that disturb training
+PORT = 29_500  # where torchrun's processes meet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +75,43 @@ def recommend(
     if plain.share_waited > MOST_WAITING:
         plan = _first_that_fits(job)
         best, reasons = job.cost(plan), [_why_not_ddp(job, plain), *_why(job, plan)]
+    reasons += _where(links)
     problems = [f.name for f in machine if f.level is Level.PROBLEM]
     reasons += [f"See to the problems first: {', '.join(problems)}."] if problems else []
     return Recommendation(
         strategy=best.strategy,
-        command=f"loosestep train --strategy {best.strategy}",
+        command=_command(links, best.strategy),
         reasons=tuple(reasons),
         costs=(plain,) if best is plain else (plain, best),
     )
+
+
+def _command(links: Links, strategy: str) -> str:
+    """Return what trains on as many ranks as were measured, on their hosts."""
+    if len(links.hosts) == 1:
+        return f"loosestep train --workers {links.num_ranks} --strategy {strategy}"
+    each = "N" if _is_uneven(links) else len(links.hosts[0])
+    return (
+        f"torchrun --nnodes {len(links.hosts)} --nproc-per-node {each} --rdzv-backend c10d "
+        f"--rdzv-endpoint {links.host_names[0]}:{PORT} -m loosestep train --out DIR "
+        f"--strategy {strategy}"
+    )
+
+
+def _where(links: Links) -> list[str]:
+    if len(links.hosts) == 1:
+        return []
+    text = "Start the command on every host, with the same DIR, a folder that all of them share"
+    if _is_uneven(links):
+        named = zip(links.hosts, links.host_names, strict=True)
+        text += (
+            f"; N is a host's own: {', '.join(f'{len(host)} on {name}' for host, name in named)}"
+        )
+    return [f"{text}."]
+
+
+def _is_uneven(links: Links) -> bool:
+    return len({len(host) for host in links.hosts}) > 1
 
 
 @dataclass(frozen=True)
@@ -152,7 +182,7 @@ def _first_that_fits(job: Job) -> Plan:
     for plan in plans:
         if job.cost(plan).share_waited <= MOST_WAITING:
             return plan
-    return min(plans, key=lambda plan: job.cost(plan).share_waited)
+    return min(plans, key=lambda plan: job.cost(plan).seconds_waited)
 
 
 def _plans(job: Job) -> Iterator[Plan]:
@@ -164,8 +194,10 @@ def _plans(job: Job) -> Iterator[Plan]:
     for period, named in LADDER:
         wire = "exact" if one_host else named  # inside a host nothing is compressed
         yield Plan(period, wire, 0, gradients)
-        needed = math.ceil(job.average_seconds(wire) / job.step_seconds)
-        yield Plan(period, wire, min(needed, period * 5 // 8, MOST_OVERLAP), gradients)
+        most = min(period * 5 // 8, MOST_OVERLAP)
+        # Bounded before it is rounded: beside a step of next to no time it is infinite.
+        needed = math.ceil(min(job.average_seconds(wire) / job.step_seconds, most))
+        yield Plan(period, wire, needed, gradients)
 
 
 def _why_ddp(job: Job, cost: Cost) -> str:
