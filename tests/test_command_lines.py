@@ -21,7 +21,7 @@ COMMANDS = ("train", "compare", "report", "doctor")
 
 
 def lines_in(text: str) -> list[list[str]]:
-    """Return the arguments of every command in a text; ``\\`` at an end continues a line."""
+    """Return the arguments of every command in a text; a backslash continues a line."""
     text = re.sub(r"\\\n\s*", " ", text)
     found = []
     for line in text.splitlines():

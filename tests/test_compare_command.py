@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from loosestep import Strategy, Topology, post_local_sgd
 from loosestep.lab import missing
 from loosestep.runs import read_run
-from tests.commands import TINY, Done, begun, call, command, read_json, steps_in, until
+from loosestep.trainer import contenders
+from loosestep.trainer.mistakes import BadInput
+from loosestep.trainer.specs import OURS as OURS_BY_NAME
+from loosestep.trainer.specs import parse_spec
+from tests.commands import MODULE, TINY, Done, begun, call, command, read_json, steps_in, until
 
 needs_namespaces = pytest.mark.skipif(bool(missing()), reason=missing())
 OURS = "post_local_sgd:period=4,warmup=0,wire=int8,gradients=none"
@@ -21,7 +27,9 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path]:
     """Two contenders on two hosts that are one machine, with a worker each."""
     folder = tmp_path_factory.mktemp("compare")
     files = ("--json", folder / "table.json", "--report", folder / "page.html")
-    options = ("--workers-per-host", "1", "--steps", "24", "--out", folder / "runs")
+    tokens = 24 * 2 * 2 * 32  # steps, workers, samples, bytes
+    ends = ("--tokens", str(tokens), "--eval-every", "6", "--target", "5.5")
+    options = ("--workers-per-host", "1", *ends, "--out", folder / "runs")
     return call("compare", OURS, "torch-ddp", *TINY, *options, *files), folder
 
 
@@ -36,6 +44,8 @@ def test_a_comparison_shows_a_row_for_every_contender(compared: tuple[Done, Path
     assert 0 <= ours["share_of_time_waiting"] <= 1
     assert ours["final_loss"] == pytest.approx(theirs["final_loss"], abs=0.3)
     assert f"{theirs['final_loss']:.3f}" in done.out
+    for row in (ours, theirs):
+        assert 0 < row["seconds_to_target"] <= row["seconds"]
 
 
 def test_contenders_send_what_their_strategy_says(compared: tuple[Done, Path]):
@@ -63,6 +73,37 @@ def test_a_comparison_writes_a_report_and_another_can_be_made(compared: tuple[Do
     done = call("report", folder / "runs", "--output", folder / "again.html")
     assert (done.code, done.err) == (0, "")
     assert "torch-ddp" in (folder / "again.html").read_text()
+
+
+def test_a_comparison_is_not_for_workers(monkeypatch: pytest.MonkeyPatch):
+    """Each of them would start all workers again."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    assert "run it without torchrun or srun" in call("compare", "ddp", *TINY).refused()
+
+
+def test_a_file_of_settings_is_used_or_refused(tmp_path: Path, compared: tuple[Done, Path]):
+    settings = tmp_path / "run.toml"
+    settings.write_text("workers = 4\n")
+    assert "'workers' is for loosestep train" in call("compare", "--config", settings).refused()
+    settings.write_text(f'out = "{compared[1] / "runs"}"\n')
+    assert "there is a run in it already" in call("compare", "--config", settings).refused()
+
+
+def test_a_recipe_that_nobody_can_guess_options_for_is_named_and_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def rare(period: int, *, topology: Topology | None = None) -> Strategy:
+        return post_local_sgd(period, topology=topology)
+
+    monkeypatch.setitem(OURS_BY_NAME, "rare", rare)
+    assert "rare" in contenders.names()
+    assert "rare" not in [spec.name for spec in contenders.defaults()]
+    contenders.check_spec(parse_spec("rare:period=3"))
+    with pytest.raises(BadInput, match="needs period: give rare:period="):
+        contenders.check_spec(parse_spec("rare"))
 
 
 def namespaces() -> set[str]:
@@ -120,6 +161,16 @@ def test_a_comparison_that_is_killed_leaves_nothing(tmp_path: Path):
         process.kill()
         process.wait()
         until(lambda: processes_about(str(tmp_path)) == [], seconds=20)
+
+
+def test_the_doctor_measures_between_the_workers_of_torchrun(tmp_path: Path):
+    """One of them tells."""
+    options = ("--standalone", "--nproc-per-node", "2", *MODULE[1:])
+    launcher = (sys.executable, "-m", "torch.distributed.run", *options)
+    done = command("doctor", "--json", tmp_path / "found.json", start=launcher)
+    assert done.code == 0, done.err
+    assert read_json(tmp_path / "found.json")["links"]["hosts"] == [[0, 1]]
+    assert done.out.count("loosestep train") == 1
 
 
 def test_the_doctor_measures_and_recommends(tmp_path: Path):

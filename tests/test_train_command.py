@@ -8,9 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from loosestep.runs import read_run
 from loosestep.trainer.checkpoint import has_checkpoint
@@ -116,6 +118,42 @@ def test_digits_are_learnt(tmp_path: Path):
     assert run.of("eval")[-1]["loss"] < 0.5 * math.log(10)
 
 
+def test_levels_take_turns_and_the_wide_one_lands_when_the_next_is_due(tmp_path: Path):
+    """Every 4 steps a host averages, every 32 the world; an average travels until the next."""
+    strategy = ("--strategy", "hierarchical_sgd", "--levels", "host=4,world=32")
+    options = ("--wire", "int4", "--overlap", "5", "--workers", "4", "--hosts", "2")
+    done = call("train", *TINY, *strategy, *options, "--steps", "38", "--out", tmp_path / "run")
+    assert (done.code, done.err) == (0, "")
+    run = read_run(tmp_path / "run")
+    assert run.info.topology == {"host": [[0, 1], [2, 3]], "world": [[0, 1, 2, 3]]}
+    syncs = [(record["step"], record["level"]) for record in run.of("sync")]
+    hosts = [(step, "host") for step in (4, 8, 12, 16, 20, 24, 28, 36)]
+    assert sorted(syncs)[:9] == sorted([*hosts, (32, "world")])
+    assert {level for _, level in sorted(syncs)[9:]} == {"world"}  # the end
+
+
+def test_a_file_of_settings_and_a_folder_of_images(tmp_path: Path):
+    """What is in the file is used, and training ends when the time is up."""
+    settings = tmp_path / "run.toml"
+    settings.write_text(
+        f'task = "images"\ndata = "{tmp_path / "photos"}"\nimage_size = 8\nbatch = 2\n'
+        'seconds = 1.5\nworkers = 2\n\n[strategy]\nname = "post_local_sgd"\nperiod = 2\n'
+    )
+    for kind, shade in (("cats", 40), ("dogs", 200)):
+        (tmp_path / "photos" / kind).mkdir(parents=True)
+        for number in range(12):
+            picture = Image.new("L", (10, 12), shade + number)
+            picture.save(tmp_path / "photos" / kind / f"{number}.png")
+    done = call("train", "--config", settings, "--width", "16", "--out", tmp_path / "run")
+    assert (done.code, done.err) == (0, "")
+    run = read_run(tmp_path / "run")
+    assert run.info.strategy == "post_local_sgd:period=2"
+    assert run.info.num_workers == 2
+    assert reasons(tmp_path / "run") == ["finished"] * 2
+    assert run.of("step")[-1]["at"] > 1
+    assert run.of("eval")
+
+
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("zero") / "run"
@@ -133,6 +171,25 @@ def test_a_sharded_optimizer_resumes_exactly_under_torchrun(sharded: Path, tmp_p
     assert losses(tmp_path / "again", 1) == losses(sharded, 1)
     assert len(losses(sharded)) == 20
     assert losses(tmp_path / "again") == losses(sharded)
+
+
+def test_agents_of_two_nodes_train_together(tmp_path: Path):
+    """torchrun, once a node: the second one's worker is a rank of the same run."""
+    meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    nodes = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "7", *meet)
+    launcher = (sys.executable, "-m", "torch.distributed.run", *nodes, *MODULE[1:])
+    order = ("train", *TINY, "--steps", "4", "--out", tmp_path / "run")
+    here = {"GLOO_SOCKET_IFNAME": "lo"}
+    with ExitStack() as held:
+        agents = [
+            held.enter_context(begun(*order, start=launcher, environment=here)) for _ in range(2)
+        ]
+        said = [agent.communicate(timeout=120) for agent in agents]
+        assert [agent.returncode for agent in agents] == [0, 0], said
+    run = read_run(tmp_path / "run")
+    assert run.info.num_workers == 2
+    assert [len(run.of("step", rank)) for rank in (0, 1)] == [4, 4]
+    assert sum("done: loosestep report" in out for out, _ in said) == 1
 
 
 def free_port() -> int:

@@ -349,7 +349,10 @@ def test_a_loss_that_is_no_number_is_shown_as_such():
     assert "loss not a number" in text
     assert "held out not a number (1)" in text
     assert "images/s 100" in text
-    assert "2.0 MB" in text
+    assert "sent, parameters/world 2.0 MB" in text
+    assert "waiting 25% of the time" in text
+    assert "drift 1.00%" in text
+    assert "next average at 8" in text
     assert "odd [name]" in text
 
 
