@@ -16,12 +16,12 @@ from benchmarks.training import CONTENDERS, SETTINGS, STEPS, loss_at, losses, tr
 from benchmarks.training_losses import RATE
 from loosestep.lab import missing
 
-SEEDS = 10
+SEEDS_A_ROUND = 2
 NAMES = ("DDP", "loosestep, period 4")
 
 
 def run(rounds: int) -> list[Row]:
-    """Train with ``min(rounds, SEEDS)`` seeds."""
+    """Train with twice as many seeds as there are rounds."""
     if missing():
         print(f"left out: {missing()}")
         return []
@@ -30,7 +30,7 @@ def run(rounds: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         runs = [
             {one.name: train(one, seed, Path(folder), settings, RATE) for one in sharing}
-            for seed in range(min(rounds, SEEDS))
+            for seed in range(SEEDS_A_ROUND * rounds)
         ]
     ddp, ours = ([loss_at(one[name], STEPS) for one in runs] for name in NAMES)
     over = [mine / theirs for mine, theirs in zip(ours, ddp, strict=True)]
