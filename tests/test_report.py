@@ -303,6 +303,30 @@ def test_the_summary_marks_the_best(tmp_path):
     assert cells[1][1] == ("", "never")
 
 
+def marks_of(page: str) -> list[list[bool]]:
+    """Return for every run which of its figures are marked as the best."""
+    rows = re.findall(r"<tr><th scope=row data-run=\d>.*?</tr>", page)
+    return [[bool(best) for best in re.findall(r"<td( class=best)?>", row)] for row in rows]
+
+
+def test_the_best_of_different_lengths_is_marked_where_steps_do_not_count(tmp_path):
+    """Time to the target, share of waiting and time a step; not the time, loss or bytes."""
+    longer = replace(LOCAL, steps=250)
+    runs = [read_run(write_run(tmp_path / made.name, made)) for made in (DDP, longer)]
+    page = make_report(runs, target=2.5)
+    assert marks_of(page) == [[False] * 6, [False, True, False, False, True, True]]
+
+
+def test_a_run_that_shares_nothing_is_not_marked(tmp_path):
+    alone = replace(DDP, name="floor", strategy="alone", wait=0.0, megabytes=0.0, floor=2.0)
+    runs = [read_run(write_run(tmp_path / made.name, made)) for made in (DDP, alone, LOCAL)]
+    assert marks_of(make_report(runs)) == [
+        [False, False, True, False, False, False],
+        [False] * 6,
+        [True, True, False, True, True, True],
+    ]
+
+
 # ---- bad input ----
 
 

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from loosestep.report.verdict import baseline
+from loosestep.report.facts import ALONE
+from loosestep.report.verdict import baseline, target_loss
+from loosestep.trainer.specs import alone
 from tests.report_runs import DDP, LOCAL, TWO_LEVELS, facts_and_verdict, val_loss, write_run
 
 
@@ -131,6 +133,119 @@ def test_runs_for_a_time_may_differ_in_steps(tmp_path):
     b = write_run(tmp_path / "b", replace(LOCAL, steps=400), steps=None)
     _, found = facts_and_verdict(a, b)
     assert found.sentences[0].startswith("400 steps took 35 s against 200 steps in 133 s and ended")
+
+
+SHORT_DDP = replace(DDP, steps=30, eval_every=15)
+LONGER = replace(LOCAL, steps=45, eval_every=15)
+
+
+def test_a_target_compares_runs_of_different_lengths(tmp_path):
+    """By the time to it: 30 * 0.664 = 19.9 s against 45 * 0.08 + 5 * 0.054 = 3.87 s.
+
+    Totals are not compared: 5 * 0.48 MB in 45 steps are 53 kB in a step.
+    """
+    folders = [write_run(tmp_path / made.name, made) for made in (SHORT_DDP, LONGER)]
+    _, found = facts_and_verdict(*folders, target=val_loss(SHORT_DDP, 30))
+    assert found.headline == (
+        f"{LOCAL.name} was first at a validation loss of 3.365: 3.9 s, "
+        "5.1 times as fast as torch-ddp (20 s)."
+    )
+    assert found.sentences == [
+        "A step took 86 ms against 664 ms.",
+        "It sent 53 kB per worker in a step, 0.6 % of the other's 9.5 MB.",
+        "It waited for 7.0 % of its time, torch-ddp for 88 %.",
+    ]
+    assert found.notes[0] == (
+        "The runs differ in steps (30; 45): their times to the target are compared, and their "
+        "losses at the end are not."
+    )
+    _, found = facts_and_verdict(*folders)
+    assert found.headline == "Not comparable: these runs differ in steps (30; 45)."
+
+
+def test_a_target_compares_nothing_else_that_differs(tmp_path):
+    folders = [
+        write_run(tmp_path / "a", SHORT_DDP),
+        write_run(tmp_path / "b", LONGER, num_parameters=10),
+    ]
+    _, found = facts_and_verdict(*folders, target=3.0)
+    assert found.headline.endswith("differ in parameters (3200000; 10) and steps (30; 45).")
+
+
+def test_tokens_and_seconds_are_lengths_too(tmp_path):
+    for name, values in {"tokens": (1, 2), "seconds": (10.0, 20.0)}.items():
+        folders = [
+            write_run(tmp_path / name / made.name, made, steps=None, config={name: value})
+            for made, value in zip((SHORT_DDP, LONGER), values, strict=True)
+        ]
+        _, found = facts_and_verdict(*folders)
+        assert found.headline.startswith(f"Not comparable: these runs differ in {name} (")
+        _, found = facts_and_verdict(*folders, target=val_loss(SHORT_DDP, 30))
+        assert found.headline.startswith(f"{LOCAL.name} was first")
+
+
+def test_shorter_runs_are_not_called_sooner_but_worse(tmp_path):
+    """Of the same length as the best only: with as many steps they might have been as good."""
+    short = replace(LONGER, name="short", steps=15, floor=3.0)
+    poor = replace(LONGER, name="poor", wait=0.0, floor=3.0)
+    folders = [write_run(tmp_path / made.name, made) for made in (SHORT_DDP, LONGER, short, poor)]
+    _, found = facts_and_verdict(*folders, target=val_loss(SHORT_DDP, 30))
+    (sooner,) = [text for text in found.sentences if "sooner" in text]
+    assert sooner.startswith("poor was done sooner (")
+
+
+# ---- runs that share nothing ----
+
+NOTHING = replace(DDP, name="floor", strategy="alone", wait=0.0, megabytes=0.0, floor=2.0)
+
+
+def test_a_run_that_shares_nothing_is_no_winner(tmp_path):
+    """It is the quickest and the best here, and its loss does not make the target either."""
+    assert alone.__name__ == ALONE
+    folders = [write_run(tmp_path / made.name, made) for made in (DDP, NOTHING, LOCAL)]
+    facts, found = facts_and_verdict(*folders)
+    assert found.target == target_loss(facts) == pytest.approx(1.01 * val_loss(DDP, 200))
+    assert found.headline.startswith(f"{LOCAL.name} was first at a validation loss of 2.225")
+    note = "floor shares nothing and is not ranked: its 84 ms a step are what computing takes."
+    assert found.notes[0] == note
+    assert "floor" not in " ".join([found.headline, *found.sentences])
+    assert target_loss(facts[1:2]) == pytest.approx(1.01 * val_loss(NOTHING, 200))
+
+
+def test_one_run_beside_one_that_shares_nothing(tmp_path):
+    folders = [write_run(tmp_path / made.name, made) for made in (NOTHING, DDP)]
+    _, found = facts_and_verdict(*folders)
+    assert found.headline == "No winner: fewer than two of these runs share anything."
+    _, found = facts_and_verdict(folders[0])
+    assert found.headline.startswith("floor took")
+    assert found.notes == []
+
+
+# ---- hosts that are one machine ----
+
+
+@pytest.mark.parametrize(
+    ("command", "config", "link", "is_said"),
+    [
+        (["loosestep", "compare", "ddp"], {"hosts": 2}, None, True),
+        (["loosestep", "train"], {"hosts": 2, "workers": 4}, None, True),
+        (["loosestep", "train"], {"hosts": 2, "workers": None}, None, False),  # maybe by torchrun
+        (["loosestep", "compare", "ddp"], {"hosts": 1}, None, False),
+        (["loosestep", "compare", "ddp"], {"hosts": 2}, {"rate": "1gbit"}, False),
+        (["loosestep", "compare", "ddp"], {"hosts": "2"}, None, False),
+        ([], {}, None, False),
+    ],
+)
+def test_hosts_that_talked_over_the_loopback_are_said_to(tmp_path, command, config, link, is_said):
+    info = {"command": command, "config": config, "link": link}
+    folders = [write_run(tmp_path / made.name, made, **info) for made in (DDP, LOCAL)]
+    note = (
+        "All workers talked over this machine's loopback: no link between the 2 hosts was "
+        "emulated, so none was slow."
+    )
+    for some in (folders, folders[:1]):
+        _, found = facts_and_verdict(*some)
+        assert (note in found.notes) == is_said
 
 
 def test_what_left_the_host_is_told_where_a_link_was_emulated(tmp_path):

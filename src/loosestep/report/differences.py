@@ -18,8 +18,9 @@ _OWN = {
 # Settings that make losses those of another experiment.
 _DECISIVE = {
     *("seed", "task", "model", "width", "depth", "heads", "context", "image_size"),
-    *("tokens", "seconds", "eval_batches"),
+    "eval_batches",
 }
+_LENGTH = {"tokens", "seconds"}  # settings that say when a run ends
 
 
 @dataclass(frozen=True)
@@ -27,18 +28,19 @@ class Differences:
     """Each as ``steps (100; 200)``."""
 
     decisive: list[str]  # losses or times of these runs cannot be compared
+    length: list[str]  # those at the end cannot either, but times to one loss can
     other: list[str]  # may matter: learning rate, versions
 
 
 def differences(infos: Sequence[RunInfo]) -> Differences:
     """Return in what runs differ."""
-    found = Differences([], [])
+    found = Differences([], [], [])
     seen: set[str] = set()
-    for name, values, is_decisive in _facets(infos):
+    for name, values, place in _facets(infos, found):
         shown = list(dict.fromkeys(_shown(value) for value in values))
         if len(shown) > 1 and name not in seen:
             seen.add(name)
-            (found.decisive if is_decisive else found.other).append(f"{name} ({'; '.join(shown)})")
+            place.append(f"{name} ({'; '.join(shown)})")
     return found
 
 
@@ -51,25 +53,29 @@ def flat(found: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return rows
 
 
-def _facets(infos: Sequence[RunInfo]) -> list[tuple[str, list[Any], bool]]:
-    facets: list[tuple[str, list[Any], bool]] = [
-        ("data", [info.data.get("sha256") or info.data.get("name") for info in infos], True),
-        ("parameters", [info.num_parameters for info in infos], True),
-        ("steps", [info.steps for info in infos], True),
-        ("tokens per step", [info.tokens_per_step for info in infos], True),
-        ("link", [info.link for info in infos], True),
-        ("workers", [info.num_workers for info in infos], False),
-        ("groups of workers", [info.topology for info in infos], False),
+_Facet = tuple[str, list[Any], list[str]]  # a name, each run's value, where a difference belongs
+
+
+def _facets(infos: Sequence[RunInfo], found: Differences) -> list[_Facet]:
+    facets: list[_Facet] = [
+        ("data", [i.data.get("sha256") or i.data.get("name") for i in infos], found.decisive),
+        ("parameters", [info.num_parameters for info in infos], found.decisive),
+        ("steps", [info.steps for info in infos], found.length),
+        ("tokens per step", [info.tokens_per_step for info in infos], found.decisive),
+        ("link", [info.link for info in infos], found.decisive),
+        ("workers", [info.num_workers for info in infos], found.other),
+        ("groups of workers", [info.topology for info in infos], found.other),
     ]
     configs = [flat(info.config) for info in infos]
     for name in dict.fromkeys(name for config in configs for name in config):
-        parts = name.split(".")
-        if not _OWN & {parts[0], parts[-1]}:
-            values = [config.get(name) for config in configs]
-            facets.append((name, values, bool(_DECISIVE & {parts[0], parts[-1]})))
+        parts = {name.split(".")[0], name.split(".")[-1]}
+        if not _OWN & parts:
+            place = found.decisive if _DECISIVE & parts else found.other
+            place = found.length if _LENGTH & parts else place
+            facets.append((name, [config.get(name) for config in configs], place))
     environments = [flat(info.environment) for info in infos]
-    for name in dict.fromkeys(name for found in environments for name in found):
-        facets.append((name, [found.get(name) for found in environments], False))
+    for name in dict.fromkeys(name for each in environments for name in each):
+        facets.append((name, [each.get(name) for each in environments], found.other))
     return facets
 
 

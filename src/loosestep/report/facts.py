@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from loosestep.report.course import Course, course, needed, number
 from loosestep.runs import Run, RunInfo
 
+ALONE = "alone"  # the recipe of the trainer that shares nothing
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
@@ -33,6 +35,11 @@ class Facts:
         return self.course.evals[-1].loss if self.course.evals else None
 
     @property
+    def shares(self) -> bool:
+        """Whether workers tell each other anything: if not, its speed is a bound, not a rival."""
+        return self.info.strategy.split(":")[0] != ALONE
+
+    @property
     def bytes_sent(self) -> float | None:
         """Bytes per worker that went over the network; None where they were not recorded."""
         return self.course.train[-1].sent
@@ -47,6 +54,11 @@ class Facts:
         """Whether the last losses are not numbers."""
         evals = self.course.evals
         return self.course.train[-1].loss is None or bool(evals and evals[-1].loss is None)
+
+    def is_as_long_as(self, other: Facts) -> bool:
+        """Say whether both were to end alike, so that what they ended at can be compared."""
+        mine, its = self.info, other.info
+        return (mine.steps, mine.config.get("seconds")) == (its.steps, its.config.get("seconds"))
 
     def seconds_to(self, target: float | None) -> float | None:
         """Return when held-out loss was first at or below a target; None: never."""

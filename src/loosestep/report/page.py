@@ -29,8 +29,8 @@ def make_report(runs: Sequence[Run], *, target: float | None = None) -> str:
     """Return the report on runs as the text of an HTML file; ``target`` as in ``write_report``."""
     if not runs:
         raise ValueError("a report needs at least one run; give one")
-    facts = facts_of(runs)
-    found = verdict(facts, differences([run.info for run in runs]), target)
+    facts, differ = facts_of(runs), differences([run.info for run in runs])
+    found = verdict(facts, differ, target)
     drawn = [drawing(run, its) for run, its in zip(runs, facts, strict=True)]
     script = "".join(_asset(name) for name in _SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}}})();\n'
@@ -39,7 +39,7 @@ def make_report(runs: Sequence[Run], *, target: float | None = None) -> str:
         "policy": _policy(script),
         "style": _asset("report.css"),
         "verdict": _verdict(found),
-        "summary": _summary(facts, found),
+        "summary": _summary(_columns(facts, found), facts, _WHOLE if differ.length else set()),
         "details": "".join(_details(run, its) for run, its in zip(runs, facts, strict=True)),
         "data": embedded({"runs": drawn, "target": found.target}),
         "script": script,
@@ -78,6 +78,7 @@ def _verdict(found: Verdict) -> str:
     return text + (f"<ul class=notes>{items}</ul>" if items else "")
 
 
+_WHOLE = {"Time", "Final loss", "Sent", "Left the host"}  # of all steps, however many there were
 _Column = tuple[str, str, Callable[[Facts], float | None], Callable[[float | None], str]]
 
 
@@ -105,18 +106,21 @@ def _columns(facts: Sequence[Facts], found: Verdict) -> list[_Column]:
     ]
 
 
-def _summary(facts: Sequence[Facts], found: Verdict) -> str:
-    columns = _columns(facts, found)
+def _summary(columns: list[_Column], facts: Sequence[Facts], moot: set[str]) -> str:
+    """Return the table; columns that are moot have no mark at the best."""
     head = "".join(
         f"<th scope=col>{escape(name)}<small>{escape(what)}</small></th>"
         for name, what, _, _ in columns
     )
-    # Lower is better in every column; the mark is left out where all are alike or it is moot.
-    best = [_least([value(run) for run in facts]) for _, _, value, _ in columns]
+    # Lower is better in every column; the mark is left out where all are alike.
+    best = [
+        None if name in moot else _least([value(run) for run in facts if run.shares])
+        for name, _, value, _ in columns
+    ]
     rows = []
     for number, run in enumerate(facts):
         cells = "".join(
-            f"<td{' class=best' if low is not None and value(run) == low else ''}>"
+            f"<td{' class=best' if run.shares and low is not None and value(run) == low else ''}>"
             f"{escape(shown(value(run)))}</td>"
             for (_, _, value, shown), low in zip(columns, best, strict=True)
         )

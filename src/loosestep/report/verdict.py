@@ -1,7 +1,9 @@
 """The verdict in plain words: which run was first at the target, and what that cost or saved.
 
 The target is given, or the best final validation loss of all finished runs plus 1 %: near enough
-to be as good, and one number for all. Where runs cannot be compared, no winner is named.
+to be as good, and one number for all. Where runs cannot be compared, no winner is named; those of
+different lengths can be by their time to a target that is given. A run that shares nothing does not
+take part: it says what computing takes.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 from loosestep.report import words
 from loosestep.report.differences import Differences
 from loosestep.report.facts import Facts
+from loosestep.runs import RunInfo
 
 MARGIN = 0.01  # of the best final loss: what counts as equally good
 TIE = 0.03  # times nearer than this are the machine's mood
@@ -34,14 +37,16 @@ def verdict(facts: Sequence[Facts], differ: Differences, target: float | None = 
     if len(facts) == 1:
         return Verdict(_took(facts[0]), _costs(facts[0]), notes, target)
     each = [_took(run) for run in facts]
-    if differ.decisive:
-        why = f"Not comparable: these runs differ in {words.listed(differ.decisive)}."
-        return Verdict(why, each, notes)
-    ranked = [run for run in facts if run.trouble is None and not run.diverged]
-    ranked = [run for run in ranked if run.final_loss is not None]
+    if differ.decisive or (differ.length and target is None):
+        what = words.listed([*differ.decisive, *differ.length])
+        return Verdict(f"Not comparable: these runs differ in {what}.", each, notes)
+    ranked = _rivals(facts)
     if len(ranked) < 2:
-        why = "No winner: fewer than two of these runs finished with a validation loss."
-        return Verdict(why, each, notes, target)
+        several = sum(run.shares for run in facts) > 1
+        how = "finished with a validation loss" if several else "share anything"
+        return Verdict(f"No winner: fewer than two of these runs {how}.", each, notes, target)
+    if differ.length:
+        notes.append(_about_length(differ))
     notes.append(_about_target(ranked, target))
     target = target_loss(ranked) if target is None else target
     if all(run.seconds_to(target) is None for run in ranked):
@@ -52,8 +57,15 @@ def verdict(facts: Sequence[Facts], differ: Differences, target: float | None = 
 
 def target_loss(facts: Sequence[Facts]) -> float:
     """Return what counts as reached: the best final validation loss, plus 1 %."""
-    best = min(run.final_loss for run in facts if run.final_loss is not None)
+    rivals = [run for run in facts if run.shares and run.final_loss is not None] or facts
+    best = min(run.final_loss for run in rivals if run.final_loss is not None)
     return best + MARGIN * abs(best)
+
+
+def _rivals(facts: Sequence[Facts]) -> list[Facts]:
+    """Return the runs that may win: those that shared, and finished with a loss."""
+    whole = [run for run in facts if run.trouble is None and not run.diverged]
+    return [run for run in whole if run.shares and run.final_loss is not None]
 
 
 def baseline(facts: Sequence[Facts]) -> Facts:
@@ -98,6 +110,8 @@ def _first(best: Facts, other: Facts, target: float) -> str:
 def _totals(best: Facts, other: Facts) -> str:
     assert best.final_loss is not None
     assert other.final_loss is not None
+    if not best.is_as_long_as(other):  # who trained for longer has a better end for that alone
+        return f"A step took {_s(best.seconds_per_step)} against {_s(other.seconds_per_step)}."
     ends = f"{words.loss(best.final_loss)} against {words.loss(other.final_loss)}"
     change = words.change(best.final_loss, other.final_loss)
     steps = words.counted(best.steps, "step")
@@ -110,15 +124,20 @@ def _totals(best: Facts, other: Facts) -> str:
 
 def _savings(best: Facts, other: Facts) -> list[str]:
     sentences = []
-    if best.bytes_sent and other.bytes_sent:
-        part = _part(best.bytes_sent, other.bytes_sent)
-        sentences.append(f"It sent {words.size(best.bytes_sent)} per worker, {part}.")
-    if best.info.link and best.uplink and other.uplink:
-        part = _part(best.uplink, other.uplink)
-        sentences.append(f"{words.size(best.uplink)} left its host, {part}.")
+    # Totals of different numbers of steps say nothing.
+    per, when = (
+        ((1, 1), "") if best.is_as_long_as(other) else ((best.steps, other.steps), " in a step")
+    )
+    for text, mine, its in (
+        ("It sent {} per worker", best.bytes_sent, other.bytes_sent),
+        ("{} left its host", best.uplink if best.info.link else None, other.uplink),
+    ):
+        if mine and its:
+            part = _part(mine / per[0], its / per[1])
+            sentences.append(f"{text.format(words.size(mine / per[0]))}{when}, {part}.")
     if best.waited is not None and other.waited is not None:
-        mine, theirs = words.share(best.waited), words.share(other.waited)
-        sentences.append(f"It waited for {mine} of its time, {other.label} for {theirs}.")
+        waited, theirs = words.share(best.waited), words.share(other.waited)
+        sentences.append(f"It waited for {waited} of its time, {other.label} for {theirs}.")
     return sentences
 
 
@@ -131,13 +150,14 @@ def _part(mine: float, theirs: float) -> str:
 
 
 def _sooner(facts: Sequence[Facts], best: Facts, target: float) -> list[str]:
-    """Name runs that were done sooner but are not as good."""
+    """Name runs of the same length that were done sooner but are not as good."""
     assert best.final_loss is not None
     return [
         f"{run.label} was done sooner ({_s(run.seconds)}), but at a validation loss of "
         f"{words.loss(run.final_loss)} ({words.change(run.final_loss, best.final_loss)})."
         for run in facts
         if run.seconds < best.seconds and run.final_loss is not None and run.final_loss > target
+        if run.is_as_long_as(best)
     ]
 
 
@@ -180,9 +200,39 @@ def _notes(facts: Sequence[Facts], differ: Differences) -> list[str]:
             notes.append(f"{run.label} diverged: its last loss is not a number.")
         elif not run.course.evals:
             notes.append(f"{run.label} recorded no validation loss.")
+        if not run.shares and len(facts) > 1:
+            notes.append(
+                f"{run.label} shares nothing and is not ranked: its {_s(run.seconds_per_step)} a "
+                "step are what computing takes."
+            )
     if differ.other:
         notes.append(f"The runs also differ in {words.listed(differ.other)}.")
-    return notes
+    return [*notes, *_about_loopback(facts)]
+
+
+def _about_loopback(facts: Sequence[Facts]) -> list[str]:
+    hosts = [run.info.config.get("hosts") for run in facts if _is_here(run.info)]
+    several = [number for number in hosts if isinstance(number, int) and number > 1]
+    if len(several) < len(facts):
+        return []
+    return [
+        f"All workers talked over this machine's loopback: no link between the {max(several)} "
+        "hosts was emulated, so none was slow."
+    ]
+
+
+def _is_here(info: RunInfo) -> bool:
+    """Say whether one machine is known to have had all workers, without an emulated link."""
+    # Others may have been placed by torchrun or SLURM.
+    started = info.command[1:2] == ["compare"] or info.config.get("workers") is not None
+    return started and not info.link
+
+
+def _about_length(differ: Differences) -> str:
+    return (
+        f"The runs differ in {words.listed(differ.length)}: their times to the target are "
+        "compared, and their losses at the end are not."
+    )
 
 
 def _about_target(facts: Sequence[Facts], given: float | None) -> str:
