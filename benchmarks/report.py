@@ -28,6 +28,9 @@ class Row:
 
 def write(name: str, rows: list[Row]) -> None:
     """Print a table and keep it as ``results/<date>-<name>.json``."""
+    if not rows:  # today's file may be there, of a time when there was something to measure
+        print(f"{name}: nothing was measured, so nothing is written")
+        return
     for row in rows:
         ratios = ", ".join(f"{ratio:.2f}x {other}" for other, ratio in row.ratios.items())
         low, high = row.spread
