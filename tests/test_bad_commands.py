@@ -190,8 +190,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--width", "64"), "a checkpoint of another model: "),
-        (("--depth", "2"), "a checkpoint of another model: "),
+        (("--width", "64"), "another model: --width is 32 there and 64 here; give --width 32"),
+        (("--depth", "2"), "another model: --depth is 1 there and 2 here; give --depth 1"),
+        (("--heads", "4"), "another model: --heads is 2 there and 4 here; give --heads 2"),
+        (("--context", "64"), "another model: --context is 32 there and 64 here"),
+        (("--task", "images"), "another model: --task is text there and images here"),
         (("--seed", "3"), "in the order of --seed 0, not of 3"),
         (("--data-bytes", "50000"), "60000 bytes, and this is"),
     ],

@@ -10,6 +10,7 @@ import torch
 
 from loosestep.runs import read_run
 from loosestep.trainer import checkpoint
+from loosestep.trainer.settings import Settings
 from tests.commands import (
     TINY,
     alive,
@@ -113,3 +114,61 @@ def test_a_killed_run_leaves_no_worker_and_goes_on_with_more_workers(whole: Path
     tokens = [record["tokens"] for record in run.of("step")]
     assert tokens[-1] - tokens[-2] == 3 * 2 * 32
     assert final_loss(tmp_path / "again") == pytest.approx(final_loss(whole), abs=0.15)
+
+
+# A number of tokens, of which workers come and go
+
+TOKENS = 40 * 128 + 100  # two workers see 128 in a step
+IN_TOKENS = (*TINY, "--tokens", str(TOKENS), "--lr-warmup", "5", "--save-every", "20")
+
+
+@pytest.fixture(scope="module")
+def in_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokens") / "run"
+    assert call("train", *IN_TOKENS, "--keep", "9", "--out", folder).code == 0
+    return folder
+
+
+def resumed(start: Path, workers: int, folder: Path) -> Path:
+    """Resume a run after its step 20 or 40, on so many workers; return where."""
+    done = call("train", "--resume", start, "--workers", str(workers), "--out", folder)
+    assert (done.code, done.err) == (0, "")
+    assert set(reasons(folder)) == {"finished"}
+    return folder
+
+
+def rates(folder: Path) -> dict[int, float]:
+    """Return the learning rate of every step, by the tokens that were seen when it began."""
+    steps = read_run(folder).of("step")
+    began = [0, *(record["tokens"] for record in steps)]
+    return {tokens: record["lr"] for tokens, record in zip(began, steps, strict=False)}
+
+
+def test_tokens_go_on_to_the_bit_with_the_same_workers(in_tokens: Path, tmp_path: Path):
+    again = resumed(in_tokens / "checkpoints/step-00000020", 2, tmp_path / "again")
+    assert max(losses(again)) == read_run(again).info.steps == 40
+    assert rates(again) == rates(in_tokens)
+    for rank in (0, 1):
+        assert losses(again, rank) == losses(in_tokens, rank)
+
+
+def test_other_workers_see_as_many_tokens_at_the_same_rates(in_tokens: Path, tmp_path: Path):
+    """Two workers, then one, then two: steps are smaller in between, so there are more."""
+    one = resumed(in_tokens / "checkpoints/step-00000020", 1, tmp_path / "one")
+    two = resumed(one / "checkpoints/step-00000040", 2, tmp_path / "two")
+    for folder, steps, per_step in ((in_tokens, 40, 128), (one, 61, 64), (two, 50, 128)):
+        run = read_run(folder)
+        assert run.of("step")[-1]["step"] == run.info.steps == steps
+        assert TOKENS - per_step < run.of("step")[-1]["tokens"] <= TOKENS
+        found, expected = rates(folder), rates(in_tokens)
+        shared = sorted(found.keys() & expected.keys())
+        assert len(shared) == 40
+        # They differ by what the last step may end sooner or later; the highest rate is 2e-3.
+        assert [found[t] for t in shared] == pytest.approx([expected[t] for t in shared], abs=3e-5)
+
+
+def test_steps_follow_from_the_tokens_that_are_left():
+    settings = Settings(tokens=1000)
+    assert settings.num_steps(10, done=40, seen=400) == settings.num_steps(10) == 100
+    assert settings.num_steps(25, done=40, seen=400) == 64
+    assert settings.num_steps(25, done=40, seen=1010) == 40

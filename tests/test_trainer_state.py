@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +21,8 @@ from loosestep.trainer import checkpoint
 from loosestep.trainer.checkpoint import Manifest
 from loosestep.trainer.launch import Team
 from loosestep.trainer.mistakes import BadInput
-from loosestep.trainer.saving import check_fits
-from loosestep.trainer.settings import Settings
+from loosestep.trainer.saving import check_fits, check_settings, saved_settings
+from loosestep.trainer.settings import Settings, changed
 from loosestep.trainer.stopping import Stopping
 
 # Checkpoints
@@ -34,7 +35,13 @@ def model(width: int = 2) -> torch.nn.Module:
     return torch.nn.Linear(width, 1)
 
 
-def save(run: Path, step: int, states: list[dict[str, Any]], keep: int = 2) -> Path:
+def save(
+    run: Path,
+    step: int,
+    states: list[dict[str, Any]],
+    keep: int = 2,
+    settings: Settings | None = None,
+) -> Path:
     folder = checkpoint.partial_folder(run, step)
     hashes = [checkpoint.write_part(folder, rank, state) for rank, state in enumerate(states)]
     manifest = Manifest(
@@ -46,7 +53,7 @@ def save(run: Path, step: int, states: list[dict[str, Any]], keep: int = 2) -> P
         data=DATA,
         samples=4 * step,
         files={f"rank-{rank}.pt": digest for rank, digest in enumerate(hashes)},
-        settings=asdict(Settings()),
+        settings=asdict(settings or Settings()),
     )
     return checkpoint.complete(run, manifest, keep)
 
@@ -56,6 +63,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path):
     folder = save(tmp_path, 7, [state])
     manifest = checkpoint.read_manifest(checkpoint.find(str(tmp_path)))
     assert (manifest.step, manifest.samples, manifest.num_workers) == (7, 28, 1)
+    assert Settings(**saved_settings(folder, manifest)) == Settings()
     found = checkpoint.read_part(folder, manifest, 0)
     assert found["step"] == 7
     assert torch.equal(found["model"]["weight"], torch.tensor([1.5]))
@@ -91,12 +99,28 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path):
         checkpoint.read_part(folder, manifest, 1)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1}', '{"format": 99}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", "[" * 100_000, '{"format": 1}', '{"format": 2}', '{"format": 99}', "\udcff"],
+)
 def test_a_broken_manifest_is_refused(tmp_path: Path, content: str):
     folder = save(tmp_path, 1, [{}])
-    (folder / checkpoint.MANIFEST).write_text(content)
+    (folder / checkpoint.MANIFEST).write_text(content, errors="surrogateescape")
     with pytest.raises(BadInput, match=str(folder)):
         checkpoint.read_manifest(folder)
+
+
+def test_every_digit_of_a_manifest_counts(tmp_path: Path):
+    """Its layout does not: what an editor has indented anew is the same."""
+    path = save(tmp_path, 1, [{}]) / checkpoint.MANIFEST
+    content = path.read_text()
+    path.write_text(json.dumps(json.loads(content)))
+    checkpoint.read_manifest(path.parent)
+    for place in [place for place, letter in enumerate(content) if letter.isdigit()]:
+        flipped = chr(ord(content[place]) ^ 1)
+        path.write_text(content[:place] + flipped + content[place + 1 :])
+        with pytest.raises(BadInput, match=r"corrupted|of format 3|is broken"):
+            checkpoint.read_manifest(path.parent)
 
 
 def test_another_model_or_data_or_order_is_refused(tmp_path: Path):
@@ -109,6 +133,34 @@ def test_another_model_or_data_or_order_is_refused(tmp_path: Path):
         check_fits(folder, replace(manifest, seed=5), model(), DATA, seed=0)
     with pytest.raises(BadInput, match="its data is a text, 9 bytes, and this is a text, 9 bytes"):
         check_fits(folder, manifest, model(), DATA | {"sha256": "def"}, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ({}, {"heads": 2}, "--heads is 4 there and 2 here; give --heads 4, or start anew"),
+        ({"context": 64}, {"context": 32}, "--context is 64 there and 32 here"),
+        ({}, {"task": "images"}, "--task is text there and images here"),
+        ({"task": "images"}, {"width": 64}, "--width is 128 there and 64 here"),
+        ({"task": "images", "data": ("cats",)}, {"image_size": 8}, "--image-size is 32 there"),
+        ({"task": "images", "data": ("cats",)}, {"depth": 8}, None),
+        ({"task": "images"}, {"image_size": 8}, None),  # the digits are not scaled
+        ({}, {"image_size": 8, "lr": 1.0, "batch": 3, "workers": 5}, None),
+    ],
+)
+def test_settings_that_make_another_model_are_refused(
+    tmp_path: Path, before: dict[str, Any], now: dict[str, Any], said: str | None
+):
+    """Most of them would show in no shape of the state."""
+    settings = Settings(**before)
+    folder = save(tmp_path, 1, [{}], settings=settings)
+    manifest = checkpoint.read_manifest(folder)
+    check_settings(folder, manifest, settings)
+    if said is None:
+        check_settings(folder, manifest, changed(settings, **now))
+        return
+    with pytest.raises(BadInput, match=f"{folder}: a checkpoint of another model: {said}"):
+        check_settings(folder, manifest, changed(settings, **now))
 
 
 def test_what_was_not_written_to_its_end_is_no_checkpoint(tmp_path: Path):

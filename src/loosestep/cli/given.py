@@ -9,8 +9,8 @@ from dataclasses import fields
 from typing import Any
 
 from loosestep.trainer.checkpoint import find, read_manifest
-from loosestep.trainer.mistakes import BadInput
 from loosestep.trainer.ranks import rank_from
+from loosestep.trainer.saving import check_settings, saved_settings
 from loosestep.trainer.settings import Settings, read_toml, settings_from
 
 NAMES = frozenset(f.name for f in fields(Settings))
@@ -27,9 +27,15 @@ def settings_of(found: argparse.Namespace) -> Settings:
     flags = {n: v for n, v in vars(found).items() if n in NAMES and v not in (None, [])}
     if "data" in flags:
         flags["data"] = tuple(flags["data"])
-    in_file = read_toml(found.config) if found.config else {}
-    before = saved_settings(flags.get("resume") or in_file.get("resume"))
-    return settings_from(over(over(before, in_file), flags))
+    given = over(read_toml(found.config) if found.config else {}, flags)
+    if "resume" not in given:
+        return settings_from(given)
+    folder = find(given["resume"])
+    manifest = read_manifest(folder)
+    before = kept(saved_settings(folder, manifest))
+    settings = settings_from(over(before, given))
+    check_settings(folder, manifest, settings)
+    return settings
 
 
 def over(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,17 +49,10 @@ def over(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in before.items() if name not in dropped}, **given}
 
 
-def saved_settings(resume: str | None) -> dict[str, Any]:
-    """Return the settings of the run that is to be resumed: they need not be given again."""
-    if resume is None:
-        return {}
-    folder = find(resume)
-    saved = read_manifest(folder).settings
-    if unknown := sorted(saved.keys() - NAMES):
-        raise BadInput(f"{folder}: made by another version, with a setting {unknown[0]!r}")
+def kept(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a run that is resumed hands on: they need not be given again."""
     own = {"out", "resume"} if rank_from() is None else {"out", "resume", "workers"}
-    kept = {name: value for name, value in saved.items() if name not in own}
-    return {**kept, "data": tuple(kept.get("data", ()))}
+    return {name: value for name, value in saved.items() if name not in own}
 
 
 def command_line() -> list[str]:

@@ -27,20 +27,33 @@ class Worker:
     journal: Journal
     stopping: Stopping
     feed: Feed
-    num_steps: int | None
     layout: str = ""  # which workers are on which host
+    num_steps: int | None = None  # as ``plan`` says
     step: int = 0  # finished
     saved_step: int = -1  # of the last checkpoint
+    warm_samples: int = 0  # that were used while the learning rate grew
 
     @property
     def tokens(self) -> int:
         """What all workers have seen together."""
         return self.feed.position * self.task.units_per_sample
 
+    @property
+    def samples_per_step(self) -> int:
+        """What all workers use in a step."""
+        return self.feed.together * self.settings.accumulate
+
+    def plan(self) -> None:
+        """Decide how many steps there are; those before may have been of more or fewer workers."""
+        per_step = self.samples_per_step * self.task.units_per_sample
+        self.num_steps = self.settings.num_steps(per_step, self.step, self.tokens)
+
     def train_step(self) -> float:
         """Take one optimizer step; return this worker's loss."""
         settings, sharing = self.settings, self.sharing
         self.journal.step_begins()
+        if self.step <= settings.lr_warmup:
+            self.warm_samples = self.feed.position
         set_rate(sharing.optimizer, self.rate())
         sharing.optimizer.zero_grad()
         losses = []
@@ -70,10 +83,17 @@ class Worker:
         return torch.autocast("cpu", torch.bfloat16) if enabled else nullcontext()
 
     def rate(self) -> float:
-        """Return the learning rate of this step."""
-        return self.settings.lr * rate_factor(
-            self.step, self.num_steps, self.settings.lr_warmup, self.settings.lr_floor
-        )
+        """Return the learning rate of this step.
+
+        The cosine of a number of tokens is one of samples: it goes on as it was where a run is
+        resumed by other workers, whose steps are larger or smaller.
+        """
+        settings, at, end = self.settings, self.step, self.num_steps
+        warm = settings.lr_warmup
+        if settings.tokens is not None and end is not None and at >= warm:
+            end = self.feed.position + (end - at) * self.samples_per_step
+            at, warm = self.feed.position, self.warm_samples
+        return settings.lr * rate_factor(at, end, warm, settings.lr_floor)
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from loosestep.trainer import checkpoint
 from loosestep.trainer.checkpoint import Manifest, complete
 from loosestep.trainer.loop import Worker, inner
 from loosestep.trainer.mistakes import BadInput, one_line
+from loosestep.trainer.settings import Settings, flag, read_saved, settings_from
 
 Part = dict[str, Any]
 
@@ -48,6 +49,7 @@ def _manifest(worker: Worker, hashes: list[str]) -> Manifest:
         files={f"rank-{rank}.pt": digest for rank, digest in enumerate(hashes)},
         settings=asdict(worker.settings),
         layout=worker.layout,
+        warm_samples=worker.warm_samples,
     )
 
 
@@ -76,6 +78,7 @@ def resume(worker: Worker, place: str) -> None:
     """Go on from a checkpoint; with other workers, hosts or strategy, from the replicas' mean."""
     folder = checkpoint.find(place)
     manifest = checkpoint.read_manifest(folder)
+    check_settings(folder, manifest, worker.settings)
     model = inner(worker.sharing.model)
     check_fits(folder, manifest, model, worker.task.describe(), worker.settings.seed)
     # With another strategy replicas must be equal at first: it may never average them.
@@ -90,6 +93,7 @@ def resume(worker: Worker, place: str) -> None:
     else:
         worker.sharing.start_at(manifest.step)
     worker.step, worker.feed.position = manifest.step, manifest.samples
+    worker.warm_samples = manifest.warm_samples
     worker.journal.inherit(checkpoint.run_of(folder), manifest.step, part["seconds"])
 
 
@@ -115,6 +119,43 @@ def check_fits(
         raise BadInput(
             f"{folder}: its data is in the order of --seed {manifest.seed}, not of {seed}"
         )
+
+
+def saved_settings(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """Return the settings of the run that wrote a checkpoint; raise for what no run has."""
+    if unknown := sorted(manifest.settings.keys() - {f.name for f in fields(Settings)}):
+        raise BadInput(
+            f"{folder}: made by another version, with a setting {unknown[0]!r}; go on with that one"
+        )
+    try:
+        settings = read_saved("settings", manifest.settings)
+        settings_from(settings)  # refuses numbers that make no run
+    except BadInput as error:
+        raise checkpoint.broken(folder, str(error)) from error
+    return settings
+
+
+def check_settings(folder: Path, manifest: Manifest, settings: Settings) -> None:
+    """Raise unless a checkpoint's model has the settings of this one, which may not show in shapes.
+
+    The same weights with other heads or another context are another function.
+    """
+    before = settings_from(saved_settings(folder, manifest))
+    for name in _of_model(settings):
+        there, here = getattr(before, name), getattr(settings, name)
+        if there != here:
+            raise BadInput(
+                f"{folder}: a checkpoint of another model: {flag(name)} is {there} there and "
+                f"{here} here; give {flag(name)} {there}, or start anew without --resume"
+            )
+
+
+def _of_model(settings: Settings) -> tuple[str, ...]:
+    """Return the settings that make the model and what goes into it."""
+    if settings.task == "text":
+        return ("task", "width", "depth", "heads", "context")
+    sizes = ("image_size",) if settings.data else ()  # the digits have a size of their own
+    return ("task", "width", *sizes)
 
 
 def _read(folder: Path, manifest: Manifest, read: Callable[[Path, Manifest], Part]) -> Part:

@@ -108,10 +108,13 @@ class Settings:
             warmup=self.warmup,
         )
 
-    def num_steps(self, tokens_per_step: int) -> int | None:
-        """Return how many steps there are; None: as many as fit in the time."""
+    def num_steps(self, tokens_per_step: int, done: int = 0, seen: int = 0) -> int | None:
+        """Return how many steps there are, done ones included; None: as many as fit in the time.
+
+        Other workers may have ``seen`` more or fewer tokens in a step.
+        """
         if self.tokens is not None:
-            return max(1, self.tokens // tokens_per_step)
+            return max(1, done + max(0, self.tokens - seen) // tokens_per_step)
         if self.seconds is not None:
             return self.steps
         return 200 if self.steps is None else self.steps
@@ -123,10 +126,10 @@ def _check_numbers(settings: Settings) -> None:
     for name in positive:
         value = getattr(settings, name)
         if value is not None and not 0 < value < math.inf:
-            raise BadInput(f"{_flag(name)} must be more than 0, got {value}")
+            raise BadInput(f"{flag(name)} must be more than 0, got {value}")
     for name in "lr_warmup lr_floor weight_decay clip eval_every save_every".split():
         if not 0 <= getattr(settings, name) < math.inf:
-            raise BadInput(f"{_flag(name)} must not be less than 0, got {getattr(settings, name)}")
+            raise BadInput(f"{flag(name)} must not be less than 0, got {getattr(settings, name)}")
     if not 0 <= settings.seed < MOST_SEEDS:
         raise BadInput(f"--seed must be from 0 to {MOST_SEEDS - 1}, got {settings.seed}")
 
@@ -162,7 +165,16 @@ def read_toml(path: str) -> dict[str, Any]:
     for name, value in given.items():
         if name not in known:
             raise BadInput(f"{path}: there is no setting {name!r}{nearest(name, known)}")
-        given[name] = _from_toml(path, name, value)
+        given[name] = _read_value(path, name, value)
+    return given
+
+
+def read_saved(place: str, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a run has written down; raise for those that it cannot have had."""
+    given = dict(saved)
+    for name, value in given.items():
+        if value is not None or default_of(_field(name)) is not None:
+            given[name] = _read_value(place, name, value)
     return given
 
 
@@ -176,26 +188,26 @@ def changed(settings: Settings, **changes: Any) -> Settings:
     return replace(settings, **changes)
 
 
-def _from_toml(path: str, name: str, value: Any) -> Any:
+def _read_value(place: str, name: str, value: Any) -> Any:
     if name == "strategy" and isinstance(value, dict):
         if "name" not in value:
-            raise BadInput(f"{path}: [strategy] needs a name, such as name = 'post_local_sgd'")
+            raise BadInput(f"{place}: [strategy] needs a name, such as name = 'post_local_sgd'")
         options = {key: item for key, item in value.items() if key != "name"}
         return str(Spec(str(value["name"]), options))
     if name == "levels" and isinstance(value, dict):
         return ",".join(f"{level}={period}" for level, period in value.items())
     if name == "data":
-        return _data_from_toml(path, [value] if isinstance(value, str) else value)
-    kind = kind_of(next(f for f in fields(Settings) if f.name == name))
+        return _read_data(place, [value] if isinstance(value, str) else value)
+    kind = kind_of(_field(name))
     allowed = (int, float) if kind is float else kind
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, allowed):
-        raise BadInput(f"{path}: {name} must be of type {kind.__name__}, got {value!r}")
+        raise BadInput(f"{place}: {name} must be of type {kind.__name__}, got {value!r}")
     return value
 
 
-def _data_from_toml(path: str, value: Any) -> tuple[str, ...]:
+def _read_data(place: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(source, str) for source in value):
-        raise BadInput(f"{path}: data must be a name or a list of names, got {value!r}")
+        raise BadInput(f"{place}: data must be a name or a list of names, got {value!r}")
     return tuple(value)
 
 
@@ -214,5 +226,10 @@ def default_of(setting: Field[Any]) -> Any:
     return None if setting.default is MISSING else setting.default
 
 
-def _flag(name: str) -> str:
+def _field(name: str) -> Field[Any]:
+    return next(f for f in fields(Settings) if f.name == name)
+
+
+def flag(name: str) -> str:
+    """Return how a setting is given on a command line."""
     return "--" + name.replace("_", "-")

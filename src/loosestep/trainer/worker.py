@@ -123,11 +123,10 @@ def prepare(orders: Orders, task: Task, undo: ExitStack) -> Worker:
     stopping = Stopping(store, rank, size, settings.timeout)
     undo.callback(stopping.close)
     feed = make_feed(task, settings, rank, size)
-    num_steps = settings.num_steps(feed.together * settings.accumulate * task.units_per_sample)
-    layout = topology.describe()
-    worker = Worker(settings, task, sharing, journal, stopping, feed, num_steps, layout)
+    worker = Worker(settings, task, sharing, journal, stopping, feed, topology.describe())
     if settings.resume is not None:
         saving.resume(worker, settings.resume)
+    worker.plan()
     if rank == 0:
         orders.write_info(worker, model, topology)
     return worker
