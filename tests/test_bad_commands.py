@@ -85,6 +85,7 @@ def left_in(folder: Path) -> dict[str, bytes]:
         (["compare", "ddp", "--out", "runs"], "there is a run in it already"),
         (["compare", "ddp", "--data", "none.txt"], "none.txt: no such file"),
         (["compare", "ddp", "--period", "4"], "'--period' is no option of loosestep compare"),
+        (["compare", "ddp", "--target", "nan"], "--target must be a loss, got nan"),
         (["compare", "=ddp"], "give a name before '='"),
         (["compare", "ddp", "--link", "100mbit", "--hosts", "201"], "201"),
         (["report", "nothing"], "no run.json in it"),

@@ -59,8 +59,9 @@ def test_every_kind_is_one_line_and_a_code_and_changes_nothing(tmp_path: Path):
     with ExitStack() as held:
         running: dict[str, Any] = {}
         for said, arguments in BAD.items():
-            full = {"preexec_fn": small_files} if said == "File too large" else {}
-            running[said] = held.enter_context(begun(*arguments, cwd=tmp_path, **full))
+            limit = small_files if said == "File too large" else None
+            started = begun(*arguments, cwd=tmp_path, preexec_fn=limit)
+            running[said] = held.enter_context(started)
         for said, process in running.items():
             out, err = process.communicate(timeout=SECONDS)
             assert said in Done(process.returncode, out, err).refused()

@@ -22,13 +22,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "torch-ddp": {},
 }
 # The level that averages parameters after each step.
-AVERAGED = {
+AVERAGED: dict[str, list[str | None]] = {
     "torch-hierarchical": ["world", None, "host", None, "world", None, "host"],
     "torch-post-local": [None, None, "world", None, None, "world", None],
     "torch-ddp": [None] * STEPS,
 }
 # The level that shares gradients in each step.
-SHARED = {
+SHARED: dict[str, list[str]] = {
     "torch-hierarchical": ["host"] * STEPS,
     "torch-post-local": ["world"] * 2 + ["host"] * 5,
     "torch-ddp": ["world"] * STEPS,

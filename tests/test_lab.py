@@ -98,7 +98,7 @@ def is_at(found: float, rate: float) -> bool:
 
     More never does. Less may: whoever sends and receives shares the machine with others.
     """
-    return 0.6 * rate < found < 1.15 * rate
+    return 0.3 * rate < found < 1.15 * rate
 
 
 @needs_namespaces

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -71,6 +72,8 @@ def compare(found: argparse.Namespace) -> int:
         Contender(str(spec), spec) for spec in contenders.defaults()
     ]
     _check(chosen)
+    if found.target is not None and not math.isfinite(found.target):
+        raise BadInput(f"--target must be a loss, got {found.target}")
     check_file(found.json, "--json")
     check_file(found.report, "--report")
     settings, console = _settings(found), Console(highlight=False, markup=False)
