@@ -205,7 +205,7 @@ def most_seldom(schedule: Schedule) -> list[int]:
         for step in range(first[0], first[0] + STEPS_LOOKED_AT):
             level = schedule(step).parameters
             if level is not None:
-                steps[level].append(step)
+                steps.setdefault(level, []).append(step)
     return min(steps.values(), key=len, default=[])
 
 
@@ -221,10 +221,10 @@ def always_shares_gradients(schedule: Schedule) -> bool:
 
 
 def check_overlap(overlap_steps: int, seldom: Iterable[int]) -> int:
-    """Return ``overlap_steps``; raise where no average could be under way for so long.
+    """Return ``overlap_steps``; raise where that is longer than the longest of the periods.
 
-    ``seldom`` are the steps of the level that averages most seldom. Of several levels, an average
-    of one may have to land for one of another before its time.
+    ``seldom`` are the steps of the level that averages most seldom. That of another level may be due
+    earlier: what is under way lands then.
 
     >>> check_overlap(2, [4, 6])
     2
