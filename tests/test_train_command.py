@@ -118,6 +118,15 @@ def test_digits_are_learnt(tmp_path: Path):
     assert run.of("eval")[-1]["loss"] < 0.5 * math.log(10)
 
 
+def test_a_compiled_model_trains_like_a_plain_one(tmp_path: Path):
+    for folder, flag in (("plain", "--no-compile"), ("compiled", "--compile")):
+        options = ("--workers", "1", "--steps", "3", "--out", tmp_path / folder)
+        done = call("train", *TINY, flag, *options)
+        assert (done.code, done.err) == (0, "")
+    plain, compiled = losses(tmp_path / "plain"), losses(tmp_path / "compiled")
+    assert compiled == pytest.approx(plain, rel=1e-4)
+
+
 def test_levels_take_turns_and_the_wide_one_lands_when_the_next_is_due(tmp_path: Path):
     """Every 4 steps a host averages, every 32 the world; an average travels until the next."""
     strategy = ("--strategy", "hierarchical_sgd", "--levels", "host=4,world=32")

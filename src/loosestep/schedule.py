@@ -223,8 +223,8 @@ def always_shares_gradients(schedule: Schedule) -> bool:
 def check_overlap(overlap_steps: int, seldom: Iterable[int]) -> int:
     """Return ``overlap_steps``; raise where that is longer than the longest of the periods.
 
-    ``seldom`` are the steps of the level that averages most seldom. That of another level may be due
-    earlier: what is under way lands then.
+    ``seldom`` are the steps of the level that averages most seldom. Others may be due earlier: what
+    is under way lands then.
 
     >>> check_overlap(2, [4, 6])
     2
