@@ -25,6 +25,8 @@ from loosestep import (
     NonFinite,
     NotFinite,
     Rounding,
+    Scaled,
+    Ternary,
     TopK,
     average_,
 )
@@ -40,9 +42,17 @@ REDUCERS: dict[str, Callable[[], Any]] = {
     "int8 of 7": lambda: Int8(7),
     "int4": Int4,
     "int2": Int2,
+    "ternary": Ternary,
     "topk": lambda: TopK(0.1),
     "all": lambda: TopK(1.0),
 }
+
+MEMORIES: list[Callable[[], Any]] = [
+    lambda: ErrorFeedback(Int2()),
+    lambda: ErrorFeedback(Int8()),
+    lambda: Scaled(Int4()),
+    lambda: Scaled(Ternary()),
+]
 
 
 def values(
@@ -72,6 +82,14 @@ def by_levels(x: torch.Tensor) -> torch.Tensor:
     return torch.cat(out)
 
 
+def by_signs(x: torch.Tensor) -> torch.Tensor:
+    out = []
+    for lot in x.split(256):
+        rms = lot.double().square().mean().sqrt().float()
+        out.append(torch.where(lot.abs() > 0.612 * rms, lot.sign() * (1.224 * rms), 0.0))
+    return torch.cat(out)
+
+
 def by_size(x: torch.Tensor, density: float) -> torch.Tensor:
     wanted = max(1, math.ceil(round(density * x.numel(), 6)))
     order = x.abs().sort(descending=True, stable=True).indices[:wanted]
@@ -85,6 +103,7 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "int8 of 7": lambda x: by_steps(x, 127, 7),
     "int4": lambda x: by_steps(x, 7, 256),
     "int2": by_levels,
+    "ternary": by_signs,
     "topk": lambda x: by_size(x, 0.1),
     "all": lambda x: x,
 }
@@ -209,7 +228,7 @@ def plainly(name: str) -> list[str]:
         return all_sizes(name)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "int2", "topk"])
+@pytest.mark.parametrize("name", ["int8", "int4", "int2", "ternary", "topk"])
 def test_a_compiler_is_not_needed(pool: RankPool, name: str) -> None:
     """Plain torch gives the oracle's bits too."""
     assert pool.run(2, plainly, name) == [[], []]
@@ -355,7 +374,7 @@ def test_float64_beyond_float32_is_refused(pool: RankPool) -> None:
 def extremes(dtype: torch.dtype) -> bool:
     """Reduce the largest and the smallest numbers with every reducer."""
     finfo = torch.finfo(dtype)
-    for make in (*REDUCERS.values(), lambda: ErrorFeedback(Int2()), lambda: ErrorFeedback(Int8())):
+    for make in (*REDUCERS.values(), *MEMORIES):
         reducer = make()
         for _ in range(3):
             for value in (finfo.max, -finfo.max, finfo.tiny, finfo.smallest_normal / 4):

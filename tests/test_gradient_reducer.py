@@ -19,8 +19,11 @@ from loosestep import (
     NotFinite,
     Reducer,
     Resident,
+    Scaled,
     Strategy,
+    Ternary,
     Topology,
+    TwoLevel,
     ZeroRedundancyOptimizer,
     after,
     always,
@@ -39,6 +42,8 @@ REDUCERS: dict[str, Reducer] = {
     "resident": Resident(),
     "int8": Int8(),
     "int4 + feedback": ErrorFeedback(Int4()),
+    "ternary, scaled": Scaled(Ternary()),
+    "between hosts": TwoLevel(Scaled(Ternary()), ranks_per_host=1),
 }
 
 

@@ -31,7 +31,7 @@ post_localSGD_hook post_local_sgd
 ZeroOptions ZeroRedundancyOptimizer hook_with_zero_step hook_with_zero_step_interleaved
 Sharding zero Hosts Resident TwoLevel
 ErrorFeedback ReplicaFeedback GradientHook
-Int2 Int4 Int8 NonFinite NotFinite Rounding TopK gradient_hook
+Int2 Int4 Int8 NonFinite NotFinite Rounding Scaled Ternary TopK gradient_hook
 """.split()
 
 # A module imports only what stands above it. Parameters go attach -> averagers -> averaging ->
@@ -42,9 +42,9 @@ topology
 wire.exchange wire.reducer wire.sockets wire.kernel wire.fused wire.segments wire.shelf wire.board
 wire.pieces wire.memory wire.train wire.lending wire.links wire.mean wire.resident
 wire.parcels wire.native
-wire.rounding wire.codec_c wire.codec_torch wire.codec wire.codec_blocks wire.codec_topk
+wire.rounding wire.codec_torch wire.codec_c wire.codec wire.codec_blocks wire.codec_topk
 wire.codec_cast wire.codec_table wire.nonfinite wire.division wire.two_level wire.compressed
-wire.quantize wire.topk wire.feedback wire.replica_feedback wire.cast wire
+wire.quantize wire.topk wire.feedback wire.replica_feedback wire.scaled wire.cast wire
 telemetry.sinks telemetry.record telemetry
 finite pipeline references work averaging flight overlap parameters periods model_averager averagers
 optim optim.idle optim.post_local_sgd

@@ -23,7 +23,7 @@ from loosestep.trainer.mistakes import BadInput
 from loosestep.trainer.ranks import rank_from
 from loosestep.trainer.settings import Settings, read_toml
 from loosestep.trainer.specs import Spec, parse_levels, parse_spec
-from loosestep.wire import ErrorFeedback, Int2, Mean, TopK, TwoLevel
+from loosestep.wire import ErrorFeedback, Int2, Mean, Scaled, Ternary, TopK, TwoLevel
 
 # Specs and wires
 
@@ -107,11 +107,15 @@ def test_wires_by_name():
     assert repr(wires.wire("top0.5%")) == repr(TopK(0.005))
     assert repr(wires.wire("int2+ef")) == repr(ErrorFeedback(Int2()))
     assert repr(wires.parameter_wire("int2")) == repr(TwoLevel(Int2()))
+    assert repr(wires.gradient_wire("ternary+sc")) == repr(TwoLevel(Scaled(Ternary())))
+    assert repr(wires.gradient_wire("resident")) == "Resident()"
 
 
-@pytest.mark.parametrize("text", ["int3", "top0%", "top200%", "", "bf16+ef", "+ef"])
+@pytest.mark.parametrize(
+    "text", ["int3", "top0%", "top200%", "", "bf16+ef", "+ef", "exact+sc", "int2+sc"]
+)
 def test_a_wire_that_there_is_not_is_refused(text: str):
-    with pytest.raises(BadInput, match="wire"):
+    with pytest.raises(BadInput, match=r"wire|give Ternary"):
         wires.wire(text)
 
 

@@ -22,7 +22,7 @@ from loosestep.recipes import RECIPES, Strategy
 from loosestep.schedule import always
 from loosestep.topology import Topology
 from loosestep.trainer.mistakes import BadInput, nearest
-from loosestep.trainer.wires import parameter_wire, wire
+from loosestep.trainer.wires import gradient_wire, parameter_wire
 from loosestep.wire import Reducer
 
 
@@ -195,7 +195,7 @@ def _converted(what: str, hint: Any, key: str, value: Value) -> Any:
     """Return an option as the recipe wants it."""
     allowed = _allowed(hint)
     if Reducer in allowed:
-        return (parameter_wire if key == "reducer" else wire)(str(value))
+        return (parameter_wire if key == "reducer" else gradient_wire)(str(value))
     if value is None or isinstance(value, Mapping):
         return value
     kinds = tuple(kind for kind in allowed if isinstance(kind, type))

@@ -7,6 +7,7 @@ int8, int4, int2          few bits and a scale for every block of values
 top1%, top0.5%            the largest values only
 int2+ef                   with error feedback: what was lost is sent later
 int2+rf                   the same for parameters; what was lost stays in the replica until then
+ternary+sc                gradients in -1, 0 or 1 times a scale that every value has for itself
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from loosestep.wire import (
     Reducer,
     ReplicaFeedback,
     Resident,
+    Scaled,
+    Ternary,
     TopK,
     TwoLevel,
     leaves_apart,
@@ -40,8 +43,14 @@ WIRES: dict[str, Callable[[], Reducer]] = {
     "int8": Int8,
     "int4": Int4,
     "int2": Int2,
+    "ternary": Ternary,
 }
-FEEDBACK: dict[str, Callable[[Reducer], Reducer]] = {"+ef": ErrorFeedback, "+rf": ReplicaFeedback}
+FEEDBACK: dict[str, Callable[[Reducer], Reducer]] = {
+    "+ef": ErrorFeedback,
+    "+rf": ReplicaFeedback,
+    "+sc": Scaled,
+}
+EXAMPLES = {"+ef": "int2+ef", "+rf": "int2+rf", "+sc": "ternary+sc"}
 
 
 def wire(text: str) -> Reducer:
@@ -57,9 +66,12 @@ def wire(text: str) -> Reducer:
         return inner
     if name in ("exact", "resident", "bf16", "fp16"):
         raise BadInput(
-            f"{text!r}: error feedback is for wires that lose much, such as int2{suffix}"
+            f"{text!r}: {suffix} is for wires that lose much, such as {EXAMPLES[suffix]}"
         )
-    return FEEDBACK[suffix](inner)
+    try:
+        return FEEDBACK[suffix](inner)
+    except ValueError as error:
+        raise BadInput(f"{text!r}: {error}") from error
 
 
 def parameter_wire(text: str) -> Reducer:
@@ -72,6 +84,13 @@ def parameter_wire(text: str) -> Reducer:
     return TwoLevel() if text == "exact" else TwoLevel(inner)
 
 
+def gradient_wire(text: str) -> Reducer:
+    """Return the reducer for gradients: what is compressed, is so between hosts only."""
+    inner = wire(text)
+    lossy = getattr(inner, "lossy", False) and not leaves_apart(inner)
+    return TwoLevel(inner) if lossy else inner
+
+
 def _named(name: str, text: str) -> Reducer:
     if name in WIRES:
         return WIRES[name]()
@@ -79,6 +98,7 @@ def _named(name: str, text: str) -> Reducer:
         density = float(share[1]) / 100
         if 0 < density <= 1:
             return TopK(density)
-    lossy = ("int8", "int4", "int2", "top1%")
+    lossy = ("int8", "int4", "int2", "ternary", "top1%")
     known = [*WIRES, "top1%", *(f"{w}{suffix}" for suffix in FEEDBACK for w in lossy)]
+    known.remove("int2+sc")  # which is refused
     raise BadInput(f"there is no wire {text!r}{nearest(text, known)}; there are {', '.join(known)}")

@@ -5,11 +5,12 @@ from loosestep.wire.feedback import ErrorFeedback
 from loosestep.wire.mean import Mean, mean_into
 from loosestep.wire.native import Native
 from loosestep.wire.nonfinite import NonFinite
-from loosestep.wire.quantize import Int2, Int4, Int8
+from loosestep.wire.quantize import Int2, Int4, Int8, Ternary
 from loosestep.wire.reducer import Handle, Reducer, Traffic, check_suits_gradients, leaves_apart
 from loosestep.wire.replica_feedback import ReplicaFeedback
 from loosestep.wire.resident import Resident
 from loosestep.wire.rounding import Rounding
+from loosestep.wire.scaled import Scaled
 from loosestep.wire.topk import TopK
 from loosestep.wire.two_level import Hosts, TwoLevel, exact_like
 
@@ -28,6 +29,8 @@ __all__ = [
     "ReplicaFeedback",
     "Resident",
     "Rounding",
+    "Scaled",
+    "Ternary",
     "TopK",
     "Traffic",
     "TwoLevel",

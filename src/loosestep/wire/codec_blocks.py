@@ -1,9 +1,10 @@
-"""Blocks of 8, 4 or 2 bits with a float32 scale each.
+"""Blocks of 8, 4, 2 or 1.6 bits with a float32 scale each.
 
     8 and 4 bits:  step = max |x| / 127 (or 7),  code = round(x / step)
     2 bits:        x becomes the nearest of -1.510, -0.4528, 0.4528 and 1.510 times the block's rms
+    1.6 bits:      the same with -1.224, 0 and 1.224; five of them fit into a byte
 
-The two-bit levels are those with the least squared error for a Gaussian (Lloyd 1957, Max 1960).
+Such levels are those with the least squared error for a Gaussian (Lloyd 1957, Max 1960).
 Steps are at least 2^-126, so values below 2^-127 come out as zero, whatever the processor does
 with denormal numbers. An error is at most half a step with 8 and 4 bits.
 """
@@ -25,7 +26,7 @@ SAMPLE = 4096
 class Blocks:
     """The codec of ``bits`` bits a value and a scale for every ``block`` values."""
 
-    def __init__(self, bits: int, block: int = 256, *, loops: Loops = Loops.BEST) -> None:
+    def __init__(self, bits: float, block: int = 256, *, loops: Loops = Loops.BEST) -> None:
         if not isinstance(block, int) or not 1 <= block <= LARGEST_BLOCK:
             raise ValueError(
                 f"block must be a whole number in 1..{LARGEST_BLOCK}, got {block}; 256 values a "

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from loosestep.wire.codec_torch import codes_per_byte
 from loosestep.wire.fused import library
 from loosestep.wire.rounding import Draw
 
@@ -28,7 +29,10 @@ _SIGNATURES = {
     "all_finite": [_POINTER, _COUNT],
     "encode_topk": [_POINTER, _COUNT, _COUNT, _POINTER, _POINTER],
     "add_topk": [_POINTER, _POINTER, _COUNT, _FLOAT, _POINTER],
-} | {f"{verb}{bits}": types for verb, types in _BLOCK_CALLS.items() for bits in (8, 4, 2)}
+    "to_units": [_POINTER, _POINTER, _COUNT, _FLOAT, _POINTER],
+    "from_units": [_POINTER, _POINTER, _COUNT, _FLOAT, _FLOAT],
+} | {f"{verb}{codes}": types for verb, types in _BLOCK_CALLS.items() for codes in (1, 2, 4, 5)}
+_RESULTS = {"all_finite": _INT, "from_units": _FLOAT}
 
 
 def available(tensor: torch.Tensor) -> bool:
@@ -44,26 +48,26 @@ def all_finite(values: torch.Tensor) -> bool:
 def encode_blocks(
     values: torch.Tensor,
     block: int,
-    bits: int,
+    bits: float,
     draw: Draw | None,
     out: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """Write one float32 for every block, and the rows of bytes."""
     key = (0, 0, 0) if draw is None else (1, *draw)
     places = (part.data_ptr() for part in out)
-    _call(f"encode{bits}")(values.data_ptr(), values.numel(), block, *key, *places)
+    _call(f"encode{codes_per_byte(bits)}")(values.data_ptr(), values.numel(), block, *key, *places)
 
 
 def decode_blocks(
     scales: torch.Tensor,
     rows: torch.Tensor,
     block: int,
-    bits: int,
+    bits: float,
     out: torch.Tensor,
     share: float,
 ) -> None:
     """Write ``share`` times the values."""
-    _call(f"decode{bits}")(
+    _call(f"decode{codes_per_byte(bits)}")(
         scales.data_ptr(), rows.data_ptr(), out.numel(), block, share, out.data_ptr()
     )
 
@@ -72,12 +76,12 @@ def add_blocks(
     scales: torch.Tensor,
     rows: torch.Tensor,
     block: int,
-    bits: int,
+    bits: float,
     total: torch.Tensor,
     share: float,
 ) -> None:
     """Add ``share`` times the values to ``total``."""
-    _call(f"add{bits}")(
+    _call(f"add{codes_per_byte(bits)}")(
         scales.data_ptr(), rows.data_ptr(), total.numel(), block, share, total.data_ptr()
     )
 
@@ -98,11 +102,23 @@ def add_topk(
     _call("add_topk")(*places, indices.numel(), share, total.data_ptr())
 
 
+def to_units(values: torch.Tensor, squares: torch.Tensor, least: float, out: torch.Tensor) -> None:
+    """Write values in units of their own: the roots of mean squares, but at least ``least``."""
+    places = (values.data_ptr(), squares.data_ptr())
+    _call("to_units")(*places, values.numel(), least, out.data_ptr())
+
+
+def from_units(values: torch.Tensor, squares: torch.Tensor, least: float, keep: float) -> float:
+    """Undo it in place, keep that much of the mean squares, and return the largest of the new."""
+    places = (values.data_ptr(), squares.data_ptr())
+    return float(_call("from_units")(*places, values.numel(), least, keep))
+
+
 @cache
-def _call(name: str) -> Callable[..., int]:
+def _call(name: str) -> Callable[..., Any]:
     loops = library("codecs")
     assert loops is not None, "asked for with available()"
     function: Any = loops[name]
     function.argtypes = _SIGNATURES[name]
-    function.restype = _INT if name == "all_finite" else None
+    function.restype = _RESULTS.get(name)
     return function  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ CODECS: dict[str, Callable[[Loops], Codec]] = {
     "int8": lambda loops: Blocks(8, loops=loops),
     "int4": lambda loops: Blocks(4, loops=loops),
     "int2": lambda loops: Blocks(2, loops=loops),
+    "ternary": lambda loops: Blocks(1.6, loops=loops),
     "top 1 %": lambda loops: Largest(0.01, loops=loops),
     "bfloat16": lambda loops: Narrow(torch.bfloat16),  # torch's own loops in any case
     "float16": lambda loops: Narrow(torch.float16),

@@ -12,6 +12,8 @@ import torch
 from loosestep.wire.rounding import uniform
 
 INNER, BORDER, OUTER = 0.4528, 0.9816, 1.510  # Lloyd and Max's levels for a Gaussian
+SIGN_BORDER, SIGN_OUTER = 0.612, 1.224  # the same with three levels
+TRITS = 5  # digits to base 3 in a byte
 LARGEST = torch.finfo(torch.float32).max
 SMALLEST_SCALE = 2.0**-126  # a smaller one might be flushed to zero, and divide by it
 # One float below LARGEST / most, so that ``most`` times the scale is finite.
@@ -24,7 +26,7 @@ def all_finite(values: torch.Tensor) -> torch.Tensor:
 
 
 def encode_blocks(
-    values: torch.Tensor, block: int, bits: int, key: torch.Tensor | None
+    values: torch.Tensor, block: int, bits: float, key: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return one float32 for every block, and the rows of bytes."""
     chance = None if key is None else uniform(values.numel(), key)
@@ -34,14 +36,14 @@ def encode_blocks(
         if start < stop:
             lot = values[start:stop].view(-1, width)
             luck = None if chance is None else chance[start:stop].view(-1, width)
-            scale, codes = _levels(lot, luck) if bits == 2 else _steps(lot, bits, luck)
+            scale, codes = _coded(lot, bits, luck)
             scales.append(scale.flatten())
             rows.append(_pack(codes, bits).flatten())
     return torch.cat(scales), torch.cat(rows)
 
 
 def decode_blocks(
-    scales: torch.Tensor, rows: torch.Tensor, numel: int, block: int, bits: int
+    scales: torch.Tensor, rows: torch.Tensor, numel: int, block: int, bits: float
 ) -> torch.Tensor:
     """Return the values."""
     whole, rest = divmod(numel, block)
@@ -54,9 +56,45 @@ def decode_blocks(
     return torch.cat(parts)
 
 
-def row_bytes(count: int, bits: int) -> int:
+def codes_per_byte(bits: float) -> int:
+    """Return how many codes share a byte.
+
+    >>> [codes_per_byte(bits) for bits in (8, 4, 2, 1.6)]
+    [1, 2, 4, 5]
+    """
+    return int(8 / bits)
+
+
+def row_bytes(count: int, bits: float) -> int:
     """Return how many bytes the codes of ``count`` values take."""
-    return -(-count * bits // 8)
+    return -(-count // codes_per_byte(bits))
+
+
+def to_units(values: torch.Tensor, squares: torch.Tensor, least: float) -> torch.Tensor:
+    """Return values in units of their own: the roots of mean squares, but at least ``least``."""
+    return values / _units(squares, least)
+
+
+def from_units(
+    values: torch.Tensor, squares: torch.Tensor, least: float, keep: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values as they are, and new mean squares; of the old ones ``keep`` stays."""
+    share = torch.tensor(keep, dtype=torch.float32, device=values.device)  # rounded, as in C
+    plain = (values * _units(squares, least)).clamp(-LARGEST, LARGEST)
+    return plain, (squares * share + plain.square() * (1.0 - share)).clamp(max=LARGEST)
+
+
+def _units(squares: torch.Tensor, least: float) -> torch.Tensor:
+    # By way of float64: torch's own root of float32 is not always the nearest one.
+    return squares.to(torch.float64).sqrt().to(torch.float32).clamp_min(least)
+
+
+def _coded(
+    lot: torch.Tensor, bits: float, luck: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if codes_per_byte(bits) == TRITS:
+        return _signs(lot, luck)
+    return _levels(lot, luck) if bits == 2 else _steps(lot, int(bits), luck)
 
 
 def _steps(
@@ -83,6 +121,16 @@ def _levels(lot: torch.Tensor, luck: torch.Tensor | None) -> tuple[torch.Tensor,
     return rms, base + (luck * width < lot - low).to(torch.uint8)
 
 
+def _signs(lot: torch.Tensor, luck: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    rms = _rms(lot)
+    outer, border = (rms * SIGN_OUTER).clamp(max=LARGEST), rms * SIGN_BORDER
+    if luck is None:
+        return rms, 1 + (lot > border).to(torch.uint8) - (lot < -border).to(torch.uint8)
+    base = (lot >= 0.0).to(torch.uint8)
+    low = torch.where(base == 0, -outer, 0.0)
+    return rms, base + (luck * outer < lot - low).to(torch.uint8)
+
+
 def _rms(lot: torch.Tensor) -> torch.Tensor:
     """Return root mean squares; squares are added in halves, as vectors in C add them."""
     count = lot.shape[1]
@@ -94,23 +142,33 @@ def _rms(lot: torch.Tensor) -> torch.Tensor:
     return (squares / float(count)).sqrt().to(torch.float32)
 
 
-def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    planes, count = 8 // bits, codes.shape[1]
+def _pack(codes: torch.Tensor, bits: float) -> torch.Tensor:
+    planes, count = codes_per_byte(bits), codes.shape[1]
     width = row_bytes(count, bits)
-    padded = torch.nn.functional.pad(codes, (0, width * planes - count), value=1 << (bits - 1))
-    cut = padded.view(-1, planes, width)
+    zero = 1 if planes == TRITS else 1 << (int(bits) - 1)
+    cut = torch.nn.functional.pad(codes, (0, width * planes - count), value=zero)
+    cut = cut.view(-1, planes, width)
     row = cut[:, 0]
     for plane in range(1, planes):
-        row = row | (cut[:, plane] << (plane * bits))
+        row = row + cut[:, plane] * (3**plane if planes == TRITS else 1 << plane * int(bits))
     return row
 
 
-def _values(scale: torch.Tensor, rows: torch.Tensor, count: int, bits: int) -> torch.Tensor:
-    mask = (1 << bits) - 1
-    planes = [(rows >> (plane * bits)) & mask for plane in range(8 // bits)]
-    codes = torch.cat(planes, dim=1)[:, :count]
+def _digits(rows: torch.Tensor, bits: float) -> list[torch.Tensor]:
+    """Return the codes of every plane."""
+    planes = codes_per_byte(bits)
+    if planes == TRITS:
+        return [rows // 3**plane % 3 for plane in range(planes)]
+    return [(rows >> (plane * int(bits))) & ((1 << int(bits)) - 1) for plane in range(planes)]
+
+
+def _values(scale: torch.Tensor, rows: torch.Tensor, count: int, bits: float) -> torch.Tensor:
+    codes = torch.cat(_digits(rows, bits), dim=1)[:, :count]
+    if codes_per_byte(bits) == TRITS:
+        outer = (scale * SIGN_OUTER).clamp(max=LARGEST)
+        return torch.where(codes == 1, 0.0, torch.where(codes == 0, -outer, outer)).flatten()
     if bits != 2:
-        return ((codes.to(torch.float32) - float(1 << (bits - 1))) * scale).flatten()
+        return ((codes.to(torch.float32) - float(1 << (int(bits) - 1))) * scale).flatten()
     inner, outer = scale * INNER, (scale * OUTER).clamp(max=LARGEST)
     size = torch.where((codes == 1) | (codes == 2), inner, outer)
     return torch.where(codes < 2, -size, size).flatten()

@@ -2,7 +2,8 @@
  *
  * A message is a float32 for every block of values, then a row of bytes for every block. A row
  * of q bytes is cut into planes: byte i holds the codes of elements i, i + q, i + 2q, ... so that
- * neighbours stay neighbours and loops need no shuffles.
+ * neighbours stay neighbours and loops need no shuffles. With 1, 2 and 4 planes a code has 8, 4
+ * and 2 bits; with 5 it is one of three, a digit to base 3.
  */
 #include <float.h>
 #include <math.h>
@@ -12,6 +13,8 @@
 #define INLINE static inline __attribute__((always_inline))
 #define MOST 4096 /* elements of a block, as in quantize.py */
 #define SMALLEST_SCALE 0x1p-126f /* a smaller one might be flushed to zero, and divide by it */
+
+#define TRITS 5 /* digits to base 3 in a byte */
 
 typedef int32_t __attribute__((may_alias)) bits_t;
 
@@ -45,13 +48,28 @@ INLINE float uniform(uint32_t index, draw_t draw) {
     return (float)(int32_t)(h >> 8) * 0x1p-24f;
 }
 
-INLINE void pack(const uint8_t *codes, int64_t bytes, int bits, uint8_t *row) {
+/* What a digit of a plane counts. */
+INLINE int worth(int planes, int plane) {
+    int value = 1;
+    for (int i = 0; i < plane; i++) value *= planes == TRITS ? 3 : 1 << (8 / planes);
+    return value;
+}
+
+INLINE void pack(const uint8_t *codes, int64_t bytes, int planes, uint8_t *row) {
     for (int64_t i = 0; i < bytes; i++) {
         uint8_t packed = codes[i];
-        for (int plane = 1; plane < 8 / bits; plane++)
-            packed |= (uint8_t)(codes[i + plane * bytes] << (plane * bits));
+        for (int plane = 1; plane < planes; plane++)
+            packed += (uint8_t)(codes[i + plane * bytes] * worth(planes, plane));
         row[i] = packed;
     }
+}
+
+/* Products of 16 more bits in place of divisions, which are no vector instructions. */
+static const int32_t THIRDS[TRITS] = {65536, 21846, 7282, 2428, 810};
+
+INLINE int32_t trit_of(int32_t packed, int32_t thirds) {
+    int32_t rest = (packed * thirds) >> 16;
+    return rest - 3 * ((rest * THIRDS[1]) >> 16);
 }
 
 /* Uniform steps: code - bias is the number of steps. */
@@ -94,16 +112,36 @@ INLINE float rms_of(const float *x, int64_t count) {
     return (float)sqrt(sums[0] / (double)count);
 }
 
-INLINE float outer_level(float rms) {
-    float level = 1.510f * rms;
+INLINE float outer_level(float rms, int planes) {
+    float level = (planes == TRITS ? 1.224f : 1.510f) * rms;
     return level > FLT_MAX ? FLT_MAX : level;
+}
+
+/* Three levels, -outer, 0 and outer; the best for a Gaussian too. What is zero stays zero. */
+INLINE void signs_of(const float *x, int64_t count, int64_t index, draw_t draw,
+                     float *scale_out, uint8_t *codes) {
+    float rms = rms_of(x, count);
+    float outer = outer_level(rms, TRITS), border = 0.612f * rms;
+    for (int64_t i = 0; i < count; i++) {
+        float value = x[i];
+        int32_t code;
+        if (draw.stochastic) {
+            int32_t base = value < 0.0f ? 0 : 1;
+            float low = base == 0 ? -outer : 0.0f;
+            code = base + (uniform((uint32_t)(index + i), draw) * outer < value - low);
+        } else {
+            code = 1 + (value > border) - (value < -border);
+        }
+        codes[i] = (uint8_t)code;
+    }
+    *scale_out = rms;
 }
 
 /* Four levels, -outer, -inner, inner, outer: those of Lloyd and Max for a Gaussian. */
 INLINE void levels_of(const float *x, int64_t count, int64_t index, draw_t draw,
                       float *scale_out, uint8_t *codes) {
     float rms = rms_of(x, count);
-    float inner = 0.4528f * rms, outer = outer_level(rms), border = 0.9816f * rms;
+    float inner = 0.4528f * rms, outer = outer_level(rms, 4), border = 0.9816f * rms;
     for (int64_t i = 0; i < count; i++) {
         float value = x[i];
         int32_t code;
@@ -120,42 +158,49 @@ INLINE void levels_of(const float *x, int64_t count, int64_t index, draw_t draw,
     *scale_out = rms;
 }
 
-INLINE void encode(const float *x, int64_t count, int64_t block, int bits, draw_t draw,
+INLINE void encode(const float *x, int64_t count, int64_t block, int planes, draw_t draw,
                    float *scales, uint8_t *rows) {
     uint8_t codes[MOST + 8];
-    int planes = 8 / bits, most = (1 << (bits - 1)) - 1, bias = 1 << (bits - 1);
+    int bias = planes == TRITS ? 1 : 1 << (8 / planes - 1);
     for (int64_t start = 0; start < count; start += block) {
         int64_t length = count - start < block ? count - start : block;
         int64_t bytes = (length + planes - 1) / planes;
+        uint8_t *place = planes == 1 ? rows : codes;
         memset(codes + length, bias, 8);
-        if (bits == 2)
-            levels_of(x + start, length, start, draw, scales, codes);
+        if (planes == TRITS)
+            signs_of(x + start, length, start, draw, scales, place);
+        else if (planes == 4)
+            levels_of(x + start, length, start, draw, scales, place);
         else
-            steps_of(x + start, length, start, most, bias, draw, scales, bits == 8 ? rows : codes);
-        if (bits != 8) pack(codes, bytes, bits, rows);
+            steps_of(x + start, length, start, bias - 1, bias, draw, scales, place);
+        if (planes != 1) pack(codes, bytes, planes, rows);
         scales++;
         rows += bytes;
     }
 }
 
-INLINE float value_of(int code, int bits, float scale, float outer) {
-    if (bits != 2) return (float)(code - (1 << (bits - 1))) * scale;
+INLINE float value_of(int code, int planes, float scale, float outer) {
+    if (planes == TRITS) return code == 1 ? 0.0f : code == 0 ? -outer : outer;
+    if (planes != 4) return (float)(code - (1 << (8 / planes - 1))) * scale;
     float size = (code == 1 || code == 2) ? scale : outer;
     return code < 2 ? -size : size;
 }
 
 INLINE void decode(const float *scales, const uint8_t *rows, int64_t count, int64_t block,
-                   int bits, int adds, float share, float *out) {
-    int planes = 8 / bits, mask = (1 << bits) - 1;
+                   int planes, int adds, float share, float *out) {
     for (int64_t start = 0; start < count; start += block) {
         int64_t length = count - start < block ? count - start : block;
         int64_t bytes = (length + planes - 1) / planes;
-        float scale = bits == 2 ? 0.4528f * *scales : *scales, outer = outer_level(*scales);
+        float scale = planes == 4 ? 0.4528f * *scales : *scales;
+        float outer = outer_level(*scales, planes);
         for (int plane = 0; plane < planes; plane++) {
             float *part = out + start + plane * bytes;
             int64_t some = length - plane * bytes < bytes ? length - plane * bytes : bytes;
+            int shift = plane * 8 / planes, mask = (1 << (8 / planes)) - 1;
+            int32_t thirds = THIRDS[plane];
             for (int64_t i = 0; i < some; i++) {
-                float value = value_of((rows[i] >> (plane * bits)) & mask, bits, scale, outer);
+                int code = planes == TRITS ? trit_of(rows[i], thirds) : (rows[i] >> shift) & mask;
+                float value = value_of(code, planes, scale, outer);
                 part[i] = adds ? part[i] + share * value : share * value;
             }
         }
@@ -164,27 +209,60 @@ INLINE void decode(const float *scales, const uint8_t *rows, int64_t count, int6
     }
 }
 
-#define CODEC(bits)                                                                             \
-    void encode##bits(const float *x, int64_t count, int64_t block, int stochastic,             \
-                      uint32_t first, uint32_t second, float *scales, uint8_t *rows) {          \
+#define CODEC(planes)                                                                           \
+    void encode##planes(const float *x, int64_t count, int64_t block, int stochastic,           \
+                        uint32_t first, uint32_t second, float *scales, uint8_t *rows) {        \
         draw_t chance = {1, first, second}, none = {0, 0, 0};                                   \
         if (stochastic)                                                                         \
-            encode(x, count, block, bits, chance, scales, rows);                                \
+            encode(x, count, block, planes, chance, scales, rows);                              \
         else                                                                                    \
-            encode(x, count, block, bits, none, scales, rows);                                  \
+            encode(x, count, block, planes, none, scales, rows);                                \
     }                                                                                           \
-    void decode##bits(const float *scales, const uint8_t *rows, int64_t count, int64_t block,   \
-                      float share, float *out) {                                                \
-        decode(scales, rows, count, block, bits, 0, share, out);                                \
+    void decode##planes(const float *scales, const uint8_t *rows, int64_t count, int64_t block, \
+                        float share, float *out) {                                              \
+        decode(scales, rows, count, block, planes, 0, share, out);                              \
     }                                                                                           \
-    void add##bits(const float *scales, const uint8_t *rows, int64_t count, int64_t block,      \
-                   float share, float *out) {                                                   \
-        decode(scales, rows, count, block, bits, 1, share, out);                                \
+    void add##planes(const float *scales, const uint8_t *rows, int64_t count, int64_t block,    \
+                     float share, float *out) {                                                 \
+        decode(scales, rows, count, block, planes, 1, share, out);                              \
     }
 
-CODEC(8)
-CODEC(4)
+CODEC(1)
 CODEC(2)
+CODEC(4)
+CODEC(5)
+
+/* To units of their own, and back: a unit is the root of a mean square, but at least `least`. */
+void to_units(const float *x, const float *squares, int64_t count, float least, float *out) {
+    for (int64_t i = 0; i < count; i++) {
+        float unit = sqrtf(squares[i]);
+        out[i] = x[i] / (unit > least ? unit : least);
+    }
+}
+
+INLINE float limited(float value) {
+    value = value > FLT_MAX ? FLT_MAX : value;
+    return value < -FLT_MAX ? -FLT_MAX : value;
+}
+
+/* Returns the largest mean square; of the old ones `keep` stays. */
+float from_units(float *x, float *squares, int64_t count, float least, float keep) {
+    float gain = 1.0f - keep, top;
+    int32_t most = 0;
+    for (int64_t start = 0; start < count; start += MOST) {
+        int64_t stop = count - start < MOST ? count : start + MOST;
+        for (int64_t i = start; i < stop; i++) {
+            float unit = sqrtf(squares[i]);
+            float value = limited(x[i] * (unit > least ? unit : least));
+            x[i] = value;
+            squares[i] = limited(keep * squares[i] + gain * (value * value));
+        }
+        int32_t here = largest_bits(squares + start, stop - start);
+        most = here > most ? here : most;
+    }
+    memcpy(&top, &most, 4);
+    return top;
+}
 
 /* The bits of the wanted-th largest magnitude, digit by digit; `left` of its equals are wanted. */
 INLINE int32_t select_bits(const bits_t *x, int64_t count, int64_t wanted, int64_t *left) {

@@ -300,7 +300,7 @@ class _InFlight:
             return
         wide = STAGING.take(part.numel(), torch.float32, part.device)
         self._codec.decode(message, part.numel(), wide)
-        _narrow(wide, part)
+        narrow(wide, part)
         STAGING.give(wide)
 
     def _room(self, part: torch.Tensor, more: int = 0) -> torch.Tensor:
@@ -333,7 +333,7 @@ class _Swap(_InFlight):
             self._mean(members, self._mine)
         else:
             total = self._mean(members, self._wide())
-            _narrow(total, self._mine)
+            narrow(total, self._mine)
             STAGING.give(total)
         me = self._peers.group_rank
         _give({1 - me: self._inbox[1 - me]})
@@ -341,7 +341,7 @@ class _Swap(_InFlight):
         self._outbox = {me: self._outbox[me]}  # it may still be on its way
 
 
-def _narrow(wide: torch.Tensor, part: torch.Tensor) -> None:
+def narrow(wide: torch.Tensor, part: torch.Tensor) -> None:
     """Write float32 values, which may lie beyond the range of a narrower dtype."""
     if part.dtype != torch.float32:
         limit = min(LARGEST, torch.finfo(part.dtype).max)

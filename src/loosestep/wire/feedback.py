@@ -10,7 +10,7 @@ after t calls, and what is kept, add up to what was given: nothing is ever lost,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -54,9 +54,7 @@ class ErrorFeedback:
 
     def describe_kept(self, level: str) -> str:
         """Return how much is kept of what on a level, to be compared across its ranks, or ''."""
-        kept = [(key, values.numel()) for key, values in self._sent.items()]
-        sizes = sorted(item for item in kept if item[0].startswith(f"{level}/"))
-        return hashlib.blake2b(repr(sizes).encode(), digest_size=8).hexdigest() if sizes else ""
+        return describe_sizes({key: kept.numel() for key, kept in self._sent.items()}, level)
 
     def bytes_on_wire(
         self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
@@ -87,6 +85,12 @@ class ErrorFeedback:
 
     def __repr__(self) -> str:
         return f"ErrorFeedback({self.inner!r})"
+
+
+def describe_sizes(sizes: Mapping[str, int], level: str) -> str:
+    """Return a short word for how much is kept in which slots of a level; '': in none."""
+    own = sorted(item for item in sizes.items() if item[0].startswith(f"{level}/"))
+    return hashlib.blake2b(repr(own).encode(), digest_size=8).hexdigest() if own else ""
 
 
 class Residual:

@@ -1,4 +1,4 @@
-"""Fewer bytes by fewer bits: 8, 4 or 2 for every value, and a scale for every block."""
+"""Fewer bytes by fewer bits: 8, 4, 2 or 1.6 for every value, and a scale for every block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loosestep.wire.rounding import Rounding
 class _Quantized(Compressed):
     """The mean of values in few bits."""
 
-    bits: int
+    bits: float
 
     def __init__(
         self,
@@ -60,3 +60,16 @@ class Int2(_Quantized):
     """
 
     bits = 2
+
+
+class Ternary(_Quantized):
+    """Average in 1.6 bits: an eighteenth of float32's bytes, of which zeros stay zero.
+
+    For gradients, inside ``Scaled``, where every value has a scale of its own.
+
+    >>> import torch
+    >>> Ternary().bytes_on_wire(numel=512, dtype=torch.float32, group_size=2)
+    113
+    """
+
+    bits = 1.6
