@@ -12,7 +12,7 @@ from loosestep.tensors import Named
 from loosestep.wire.codec_cast import Narrow, narrow
 from loosestep.wire.compressed import Compressed, Memories
 from loosestep.wire.mean import Mean
-from loosestep.wire.reducer import Handle, Reducer, Traffic
+from loosestep.wire.reducer import Around, Handle, Reducer
 
 
 class Cast:
@@ -73,27 +73,19 @@ class Cast:
         return f"Cast({self.dtype}, {self.inner})"
 
 
-class _CastInFlight:
+class _CastInFlight(Around):
     def __init__(self, buffer: torch.Tensor, narrow: torch.Tensor, inner: Handle) -> None:
-        self._buffer, self._narrow, self._inner = buffer, narrow, inner
-
-    @property
-    def traffic(self) -> Traffic:
-        """What the narrow copy moved."""
-        return self._inner.traffic
+        super().__init__(inner)
+        self._buffer, self._narrow = buffer, narrow
 
     @property
     def bytes_held(self) -> int:
         """The narrow copy, and what its mean takes."""
-        return self._narrow.nbytes + self._inner.bytes_held
-
-    def advance(self) -> None:
-        """Let the narrow mean go on."""
-        self._inner.advance()
+        return self._narrow.nbytes + super().bytes_held
 
     def wait(self) -> None:
         """Widen the result into the buffer."""
-        self._inner.wait()
+        super().wait()
         self._buffer.copy_(self._narrow)
 
 

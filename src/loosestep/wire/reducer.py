@@ -105,6 +105,31 @@ class Done:
         """Do nothing."""
 
 
+class Around:
+    """The handle of a reduction that does something before and after another one."""
+
+    def __init__(self, inner: Handle) -> None:
+        self._inner = inner
+
+    @property
+    def traffic(self) -> Traffic:
+        """What has been moved so far."""
+        return self._inner.traffic
+
+    @property
+    def bytes_held(self) -> int:
+        """How much memory it takes until ``advance`` has been called."""
+        return self._inner.bytes_held
+
+    def advance(self) -> None:
+        """Go on as far as the messages have come."""
+        self._inner.advance()
+
+    def wait(self) -> None:
+        """Leave the mean in the buffer."""
+        self._inner.wait()
+
+
 def leaves_apart(reducer: object) -> bool:
     """Say whether replicas still differ after this reducer's syncs."""
     return bool(getattr(reducer, "leaves_apart", False))

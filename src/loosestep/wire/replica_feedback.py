@@ -22,7 +22,7 @@ from loosestep.flat import STAGING, slices
 from loosestep.peers import Peers
 from loosestep.wire.compressed import Memories
 from loosestep.wire.feedback import ErrorFeedback, Residual
-from loosestep.wire.reducer import Handle, Reducer, Traffic
+from loosestep.wire.reducer import Around, Handle, Reducer
 from loosestep.wire.rounding import Rounding
 
 
@@ -92,31 +92,14 @@ class Unsent:
         self.left = torch.sub(wanted, left, out=left)
 
 
-class Leaving:
+class Leaving(Around):
     """A mean under way, and what it will not contain."""
 
     def __init__(self, handle: Handle, unsent: Unsent) -> None:
-        self._handle, self._unsent = handle, unsent
+        super().__init__(handle)
+        self._unsent = unsent
 
     @property
     def left(self) -> torch.Tensor | None:
         """What of this rank's values was not sent; None: it has no say, or nobody to send to."""
         return self._unsent.left
-
-    @property
-    def traffic(self) -> Traffic:
-        """What has been moved so far."""
-        return self._handle.traffic
-
-    @property
-    def bytes_held(self) -> int:
-        """How much memory it takes until ``advance`` has been called."""
-        return self._handle.bytes_held
-
-    def advance(self) -> None:
-        """Go on as far as the messages have come."""
-        self._handle.advance()
-
-    def wait(self) -> None:
-        """Leave the mean in the buffer."""
-        self._handle.wait()

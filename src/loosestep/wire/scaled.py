@@ -29,7 +29,7 @@ from loosestep.wire.compressed import LARGEST, Compressed, narrow
 from loosestep.wire.feedback import describe_sizes
 from loosestep.wire.nonfinite import all_finite
 from loosestep.wire.quantize import Int2
-from loosestep.wire.reducer import Handle, Reducer, Traffic
+from loosestep.wire.reducer import Around, Handle, Reducer
 
 LEAST = 2.0**-40  # of the largest unit: less counts as this, so that what was zero can be more
 SMALLEST = 2.0**-60  # a unit, whatever the others are: its square is a normal number
@@ -169,7 +169,7 @@ class Scaled:
         return f"Scaled({self.inner!r}, memory={self.memory})"
 
 
-class _InUnits:
+class _InUnits(Around):
     """A mean under way."""
 
     def __init__(
@@ -182,28 +182,19 @@ class _InUnits:
             self._values.copy_(buffer)
         else:
             self._units.divide(buffer, self._values)
-        self._handle = owner.inner.start(self._values, *to)
+        super().__init__(owner.inner.start(self._values, *to))
         self._done = False
 
     @property
-    def traffic(self) -> Traffic:
-        """What has been moved so far."""
-        return self._handle.traffic
-
-    @property
     def bytes_held(self) -> int:
-        """How much memory it takes until ``advance`` has been called."""
-        return self._handle.bytes_held
-
-    def advance(self) -> None:
-        """Go on as far as the messages have come."""
-        self._handle.advance()
+        """The values in units, and what their mean takes."""
+        return 4 * self._buffer.numel() + super().bytes_held
 
     def wait(self) -> None:
         """Leave the mean in the buffer; to wait again is harmless."""
         if self._done:
             return
-        self._handle.wait()
+        super().wait()
         if self._units is None:
             self._owner.learn(self._key, self._values)
         else:
