@@ -79,8 +79,8 @@ class Units:
 class Scaled:
     """A lossy reducer of gradients that measures every value by itself: ``Scaled(Ternary())``.
 
-    For Adam and its like, at an eighteenth of the bytes (``python -m benchmarks gradients`` has what
-    it costs). It keeps a float32 for every value, by level and slot, which belongs into
+    For Adam and its like, at an eighteenth of the bytes; ``python -m benchmarks gradients`` has
+    what it costs. It keeps a float32 for every value, by level and slot, which belongs into
     checkpoints, one for every rank. ``memory`` is how much of a mean square stays at every call.
 
     Example::
