@@ -40,6 +40,7 @@ from loosestep.hooks.reductions import Reductions
 from loosestep.peers import Peers, peers_of
 from loosestep.testing import RankPool
 from loosestep.wire import Handle
+from loosestep.wire.nonfinite import all_finite
 from tests.oracle import equal, loss_of, make_net, sgd, snapshot
 
 # Averages under way.
@@ -257,3 +258,14 @@ def test_what_is_no_level_is_refused() -> None:
     """A name alone is no level."""
     with pytest.raises(TypeError, match=r"topology.peers\('host'\), a process group.*got 'host'"):
         gradient_hook(Int8(), "host")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("at", [0, 1, 62, 63])
+def test_infinities_of_any_dtype_are_seen(dtype: torch.dtype, at: int) -> None:
+    """Values were read as float32s: some infinities were not, and what lies behind the end was."""
+    values = torch.ones(65, dtype=dtype)
+    values[64] = float("nan")
+    assert all_finite(values[:64])
+    values[at] = float("inf")
+    assert not all_finite(values[:64])

@@ -24,7 +24,7 @@ from loosestep.replica import Replica, ShardedReplica
 from loosestep.schedule import Schedule
 from loosestep.tensors import holders_of
 from loosestep.topology import Topology
-from loosestep.wire import Reducer, Resident
+from loosestep.wire import Reducer, lives_in_rooms
 
 # Buckets of a plain module under way at once, by stage. Two: little is in memory twice.
 BUCKETS_UNDER_WAY = {1: REDUCTIONS_UNDER_WAY, 2: 2}
@@ -68,7 +68,7 @@ def make_adapter(
 def _carrier(sharing: GradientSharing, reducer: Reducer | None) -> Carrier:
     if reducer is None:
         return ToAll(sharing)
-    by = InRooms if isinstance(reducer, Resident) else ByReducer
+    by = InRooms if lives_in_rooms(reducer) else ByReducer
     return by(sharing, reducer)
 
 

@@ -21,6 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from loosestep.errors import NotFinite
 from loosestep.hooks.gradients import GradientSharing
 
+SMALL_BUCKET = 2 << 20  # bytes: below, a message's own time counts for more than its size
+
 
 class Bucket:
     """Gradients that travel together, and one number a parameter that says if it was used."""
@@ -90,6 +92,7 @@ class Carrier(Protocol):
     """How a bucket's gradients are shared."""
 
     bucket_bytes: int  # larger: fewer messages; smaller: less memory, earlier overlap
+    bucket_share: float  # of what is left; less: the last ones, which backward awaits, are smaller
     most_under_way: int | None  # buckets at once; fewer: less memory, more waiting in backward
     bucket_type: type[Bucket]
 
@@ -113,6 +116,7 @@ class ToAll:
     """Every rank gets the mean of every gradient."""
 
     bucket_bytes = 25 << 20
+    bucket_share = 1.0
     most_under_way: int | None = None
     bucket_type: type[Bucket] = Bucket
 
@@ -205,10 +209,9 @@ class PlainAdapter:
     def _adopt(self) -> list[Bucket]:
         """Make buckets for parameters that require gradients and have none yet."""
         new = [p for p in self._parameters if p.requires_grad and p not in self._bucket_of]
-        buckets = [
-            self._carrier.bucket_type(members)
-            for members in _divide(new, self._carrier.bucket_bytes)
-        ]
+        carrier = self._carrier
+        divided = _divide(new, carrier.bucket_bytes, carrier.bucket_share)
+        buckets = [carrier.bucket_type(members) for members in divided]
         if buckets:
             self._carrier.adopt(buckets)
         self._buckets += buckets
@@ -271,14 +274,30 @@ class PlainAdapter:
 
 
 def _divide(
-    parameters: list[torch.nn.Parameter], bucket_bytes: int
+    parameters: list[torch.nn.Parameter], bucket_bytes: int, share: float = 1.0
 ) -> list[list[torch.nn.Parameter]]:
     """Group parameters of one dtype and device, last first, as backward comes to them."""
-    groups: dict[tuple[torch.dtype, torch.device], list[list[torch.nn.Parameter]]] = {}
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
     for parameter in reversed(parameters):
-        lists = groups.setdefault((parameter.dtype, parameter.device), [[]])
-        filled = sum(p.numel() * p.element_size() for p in lists[-1])
-        if lists[-1] and filled + parameter.numel() * parameter.element_size() > bucket_bytes:
-            lists.append([])
-        lists[-1].append(parameter)
-    return [members for lists in groups.values() for members in lists if members]
+        groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    return [bucket for group in groups.values() for bucket in _cut(group, bucket_bytes, share)]
+
+
+def _cut(
+    parameters: list[torch.nn.Parameter], bucket_bytes: int, share: float
+) -> Iterator[list[torch.nn.Parameter]]:
+    left = sum(p.nbytes for p in parameters)
+    bucket: list[torch.nn.Parameter] = []
+    filled, most = 0, _room(left, bucket_bytes, share)
+    for parameter in parameters:
+        if bucket and filled + parameter.nbytes > most:
+            yield bucket
+            left -= filled
+            bucket, filled, most = [], 0, _room(left, bucket_bytes, share)
+        bucket.append(parameter)
+        filled += parameter.nbytes
+    yield bucket
+
+
+def _room(left: int, bucket_bytes: int, share: float) -> int:
+    return min(bucket_bytes, max(SMALL_BUCKET, int(left * share)))

@@ -56,6 +56,8 @@ class ByReducer(ToAll):
 
     def __init__(self, sharing: GradientSharing, reducer: Reducer) -> None:
         super().__init__(sharing)
+        if getattr(reducer, "lossy", False):
+            self.bucket_share = 0.5  # few bytes travel faster than backward makes new ones
         self._reductions = Reductions(reducer)
         self._slots: dict[Bucket, str] = {}
         levels = sorted(sharing.schedule.gradient_levels())
@@ -90,11 +92,18 @@ class ByReducer(ToAll):
         self._buffers[bucket] = buffer
         self._slots[bucket] = f"gradients {len(self._slots)}"
 
-    def _share(self, bucket: Bucket, buffer: torch.Tensor, level: str) -> Shared:
+    def _share(
+        self,
+        bucket: Bucket,
+        buffer: torch.Tensor,
+        level: str,
+        notes: torch.Tensor | None = None,
+    ) -> Shared:
         slot = self._slots[bucket]
         phase = Phase("sharing gradients", slot, self._sharing.clock.step)
         self._sharing.count(Traffic())
-        return self._reductions.share(buffer, self._sharing.peers(level).during(phase), slot)
+        peers = self._sharing.peers(level).during(phase)
+        return self._reductions.share(buffer, peers, slot, notes)
 
     def close(self) -> None:
         """End the thread and let go of the groups."""

@@ -38,11 +38,21 @@ class Reductions:
         self._thread.start()
         self._end = weakref.finalize(self, self._jobs.put, None)
 
-    def share(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Shared:
-        """Launch the mean of ``buffer`` in place; the first call with some peers is collective."""
+    def share(
+        self, buffer: torch.Tensor, peers: Peers, slot: str, notes: torch.Tensor | None = None
+    ) -> Shared:
+        """Launch the mean of ``buffer`` in place; the first call with some peers is collective.
+
+        ``notes`` are some exact numbers behind it, where ``takes_notes`` says so.
+        """
         shared, own = Shared(buffer), self.own_peers(peers)
-        self.submit(lambda: shared.landed(self.reduce(buffer, own, slot)))
+        self.submit(lambda: shared.landed(self.reduce(buffer, own, slot, notes)))
         return shared
+
+    def takes_notes(self, buffer: torch.Tensor, peers: Peers) -> bool:
+        """Say whether notes can travel with a buffer; the same on all ranks."""
+        takes = getattr(self.reducer, "takes_notes", None)
+        return takes is not None and takes(buffer, self.own_peers(peers))
 
     def own_peers(self, peers: Peers) -> Peers:
         """Return the same peers on a group that nobody else uses, made at the first call."""
@@ -60,23 +70,31 @@ class Reductions:
         self._jobs.put(job)
 
     @torch.no_grad()
-    def reduce(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Exception | None:
+    def reduce(
+        self, buffer: torch.Tensor, peers: Peers, slot: str, notes: torch.Tensor | None = None
+    ) -> Exception | None:
         """Reduce now, on the thread; return what went wrong."""
         try:
             if buffer.device.type != "cpu":
                 torch.accelerator.synchronize(buffer.device)  # the thread has streams of its own
-            handle = self._start(buffer, peers, slot)
+            handle = self._start(buffer, peers, slot, notes)
             handle.wait()
             self.traffic.add(handle.traffic)
         except Exception as error:  # whatever it is, it belongs to whoever waits
             return error
         return None
 
-    def _start(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Handle:
+    def _start(
+        self, buffer: torch.Tensor, peers: Peers, slot: str, notes: torch.Tensor | None
+    ) -> Handle:
+        handle: Handle
+        if notes is not None:
+            handle = getattr(self.reducer, "start_noted")(buffer, notes, peers, slot)  # noqa: B009
+            return handle
         takes_many = getattr(self.reducer, "takes_many", None)
         if takes_many is not None and takes_many(peers, buffer.dtype, buffer.device):
             # One loop without the interpreter, which the training thread needs meanwhile.
-            handle: Handle = getattr(self.reducer, "start_many")([buffer], peers)  # noqa: B009
+            handle = getattr(self.reducer, "start_many")([buffer], peers)  # noqa: B009
             return handle
         return self.reducer.start(buffer, peers, slot)
 

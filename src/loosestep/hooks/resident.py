@@ -13,6 +13,7 @@ import torch
 
 from loosestep.hooks.plain import Bucket
 from loosestep.hooks.reduced import ByReducer
+from loosestep.wire import TwoLevel
 from loosestep.wire.resident import ALIGNMENT, move_in, room
 
 
@@ -65,17 +66,30 @@ class InRooms(ByReducer):
         firsts = [bucket.parameters[0] for bucket in buckets]
         sizes = [self._bytes(bucket) for bucket in buckets]
         devices = [first.device for first in firsts]
-        memory = None if self._slots else room(sum(sizes), devices, self._groups)
+        memory = None if self._slots else self._memory(sum(sizes), devices)
         if memory is None:
             return [f.new_empty(b.numel) for f, b in zip(firsts, buckets, strict=True)]
         pieces = torch.split(memory[: sum(sizes)], sizes)
         wide = [piece.view(first.dtype) for piece, first in zip(pieces, firsts, strict=True)]
         return [buffer[: b.numel] for buffer, b in zip(wide, buckets, strict=True)]
 
+    def _memory(self, size: int, devices: Sequence[torch.device]) -> torch.Tensor | None:
+        reducer = self._reductions.reducer
+        make = reducer.room if isinstance(reducer, TwoLevel) else room
+        return make(size, devices, self._groups)
+
     def launch(self, bucket: Bucket, level: str) -> Callable[[], None]:
-        """Launch the mean of the bucket and of who used what: nothing is lost on the way."""
-        buffer = bucket.pack(self._buffers[bucket])
-        shared = self._share(bucket, buffer, level)
+        """Launch the mean of the bucket and of who used what, which is exact in any case."""
+        reductions, peers = self._reductions, self._sharing.peers(level)
+        buffer = self._buffers[bucket]
+        gradients, notes = buffer[: -bucket.num_flags], buffer[-bucket.num_flags :]
+        if not getattr(reductions.reducer, "lossy", False):
+            shared = self._share(bucket, bucket.pack(buffer), level)
+        elif reductions.takes_notes(gradients, peers):
+            bucket.pack(buffer)
+            shared = self._share(bucket, gradients, level, notes)
+        else:
+            return super().launch(bucket, level)
 
         def land() -> None:
             shared.wait()

@@ -151,6 +151,7 @@ class ShardedBuckets:
     """
 
     bucket_bytes = 8 << 20  # small: what is under way is in memory twice
+    bucket_share = 1.0
     bucket_type: type[Bucket] = MemoryBucket
 
     def __init__(self, owners: ToOwners, most_under_way: int) -> None:

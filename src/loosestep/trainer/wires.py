@@ -86,9 +86,11 @@ def parameter_wire(text: str) -> Reducer:
 
 def gradient_wire(text: str) -> Reducer:
     """Return the reducer for gradients: what is compressed, is so between hosts only."""
-    inner = wire(text)
+    resident = text.startswith("resident+")
+    inner = wire(text.removeprefix("resident+"))
     lossy = getattr(inner, "lossy", False) and not leaves_apart(inner)
-    return TwoLevel(inner) if lossy else inner
+    inside = Resident() if resident else None
+    return TwoLevel(inner, inside=inside) if lossy else inner
 
 
 def _named(name: str, text: str) -> Reducer:

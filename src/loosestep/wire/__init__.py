@@ -12,7 +12,7 @@ from loosestep.wire.resident import Resident
 from loosestep.wire.rounding import Rounding
 from loosestep.wire.scaled import Scaled
 from loosestep.wire.topk import TopK
-from loosestep.wire.two_level import Hosts, TwoLevel, exact_like
+from loosestep.wire.two_level import Hosts, TwoLevel, exact_like, lives_in_rooms
 
 __all__ = [
     "Cast",
@@ -37,5 +37,6 @@ __all__ = [
     "check_suits_gradients",
     "exact_like",
     "leaves_apart",
+    "lives_in_rooms",
     "mean_into",
 ]

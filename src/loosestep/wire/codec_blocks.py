@@ -47,7 +47,7 @@ class Blocks:
         """Write scales and codes."""
         if values.numel() == 0:
             return
-        out = self._cut(message, values.numel())
+        out = self.cut(message, values.numel())
         if self._loops.in_c(values):
             codec_c.encode_blocks(values, self.block, self.bits, draw, out)
             return
@@ -62,7 +62,7 @@ class Blocks:
         """Write codes times scales times the share."""
         if out.numel() == 0:
             return
-        scales, rows = self._cut(message, numel)
+        scales, rows = self.cut(message, numel)
         if self._loops.in_c(out):
             codec_c.decode_blocks(scales, rows, self.block, self.bits, out, share)
         else:
@@ -72,7 +72,7 @@ class Blocks:
         """Add codes times scales times the share."""
         if total.numel() == 0:
             return
-        scales, rows = self._cut(message, total.numel())
+        scales, rows = self.cut(message, total.numel())
         if self._loops.in_c(total):
             codec_c.add_blocks(scales, rows, self.block, self.bits, total, share)
         else:
@@ -91,6 +91,7 @@ class Blocks:
     def _scales(self, numel: int) -> int:
         return -(-numel // self.block)
 
-    def _cut(self, message: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def cut(self, message: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a message's scales and its rows."""
         edge = 4 * self._scales(numel)
         return message[:edge].view(torch.float32), message[edge : self.nbytes(numel)]

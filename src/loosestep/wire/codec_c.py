@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -24,6 +24,11 @@ _BLOCK_CALLS: dict[str, list[Any]] = {
     "encode": [_POINTER, _COUNT, _COUNT, _INT, _WORD, _WORD, _POINTER, _POINTER],
     "decode": [_POINTER, _POINTER, _COUNT, _COUNT, _FLOAT, _POINTER],
     "add": [_POINTER, _POINTER, _COUNT, _COUNT, _FLOAT, _POINTER],
+    "pack_host": [_POINTER, _COUNT, _POINTER, _FLOAT, _COUNT, _COUNT, _POINTER, _POINTER],
+    "unpack_pair": [
+        *(_POINTER, _POINTER, _POINTER, _FLOAT, _FLOAT, _COUNT, _COUNT),
+        *(_POINTER, _COUNT),
+    ],
 }
 _SIGNATURES = {
     "all_finite": [_POINTER, _COUNT],
@@ -32,7 +37,11 @@ _SIGNATURES = {
     "to_units": [_POINTER, _POINTER, _COUNT, _FLOAT, _POINTER],
     "from_units": [_POINTER, _POINTER, _COUNT, _FLOAT, _FLOAT],
 } | {f"{verb}{codes}": types for verb, types in _BLOCK_CALLS.items() for codes in (1, 2, 4, 5)}
-_RESULTS = {"all_finite": _INT, "from_units": _FLOAT}
+_RESULTS: dict[str, Any] = {"all_finite": _INT, "from_units": _FLOAT}
+_RESULTS |= {f"pack_host{codes}": _INT for codes in (1, 2, 4, 5)}
+_RESULTS |= {f"unpack_pair{codes}": _FLOAT for codes in (1, 2, 4, 5)}
+
+Parts = tuple[torch.Tensor, torch.Tensor]  # of a message: the scales, and the rows of bytes
 
 
 def available(tensor: torch.Tensor) -> bool:
@@ -112,6 +121,48 @@ def from_units(values: torch.Tensor, squares: torch.Tensor, least: float, keep: 
     """Undo it in place, keep that much of the mean squares, and return the largest of the new."""
     places = (values.data_ptr(), squares.data_ptr())
     return float(_call("from_units")(*places, values.numel(), least, keep))
+
+
+def pack_host(
+    replicas: Sequence[torch.Tensor],
+    units: tuple[torch.Tensor, float] | None,
+    block: int,
+    bits: float,
+    out: Parts,
+) -> bool:
+    """Write the mean of the replicas as a message, in units (squares, and the least one) if given.
+
+    Return whether it is finite; where it is not, what was written means nothing.
+    """
+    squares, least = (None, 0.0) if units is None else (units[0].data_ptr(), units[1])
+    places = (part.data_ptr() for part in out)
+    count = replicas[0].numel()
+    call = _call(f"pack_host{codes_per_byte(bits)}")
+    return bool(call(_table(replicas), len(replicas), squares, least, count, block, *places))
+
+
+def unpack_pair(
+    messages: Sequence[Parts],
+    units: tuple[torch.Tensor, float, float] | None,
+    block: int,
+    bits: float,
+    outs: Sequence[torch.Tensor],
+) -> float:
+    """Write the mean of two messages to all of ``outs``; units are squares, the least, and keep.
+
+    Return the largest of the new squares.
+    """
+    squares, least, keep = (None, 0.0, 0.0)
+    if units is not None:
+        squares, least, keep = units[0].data_ptr(), units[1], units[2]
+    scales, rows = (_table(parts) for parts in zip(*messages, strict=True))
+    count, call = outs[0].numel(), _call(f"unpack_pair{codes_per_byte(bits)}")
+    places = (_table(outs), len(outs))
+    return float(call(scales, rows, squares, least, keep, count, block, *places))
+
+
+def _table(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
 @cache

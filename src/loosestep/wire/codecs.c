@@ -158,54 +158,63 @@ INLINE void levels_of(const float *x, int64_t count, int64_t index, draw_t draw,
     *scale_out = rms;
 }
 
-INLINE void encode(const float *x, int64_t count, int64_t block, int planes, draw_t draw,
-                   float *scales, uint8_t *rows) {
+/* One block of at most MOST values; returns how many bytes its row has. */
+INLINE int64_t encode_block(const float *x, int64_t length, int64_t start, int planes, draw_t draw,
+                            float *scale, uint8_t *row) {
     uint8_t codes[MOST + 8];
     int bias = planes == TRITS ? 1 : 1 << (8 / planes - 1);
+    int64_t bytes = (length + planes - 1) / planes;
+    uint8_t *place = planes == 1 ? row : codes;
+    memset(codes + length, bias, 8);
+    if (planes == TRITS)
+        signs_of(x, length, start, draw, scale, place);
+    else if (planes == 4)
+        levels_of(x, length, start, draw, scale, place);
+    else
+        steps_of(x, length, start, bias - 1, bias, draw, scale, place);
+    if (planes != 1) pack(codes, bytes, planes, row);
+    return bytes;
+}
+
+INLINE void encode(const float *x, int64_t count, int64_t block, int planes, draw_t draw,
+                   float *scales, uint8_t *rows) {
     for (int64_t start = 0; start < count; start += block) {
         int64_t length = count - start < block ? count - start : block;
-        int64_t bytes = (length + planes - 1) / planes;
-        uint8_t *place = planes == 1 ? rows : codes;
-        memset(codes + length, bias, 8);
-        if (planes == TRITS)
-            signs_of(x + start, length, start, draw, scales, place);
-        else if (planes == 4)
-            levels_of(x + start, length, start, draw, scales, place);
-        else
-            steps_of(x + start, length, start, bias - 1, bias, draw, scales, place);
-        if (planes != 1) pack(codes, bytes, planes, rows);
-        scales++;
-        rows += bytes;
+        rows += encode_block(x + start, length, start, planes, draw, scales++, rows);
     }
 }
 
 INLINE float value_of(int code, int planes, float scale, float outer) {
-    if (planes == TRITS) return code == 1 ? 0.0f : code == 0 ? -outer : outer;
+    if (planes == TRITS) return (float)(code - 1) * outer;
     if (planes != 4) return (float)(code - (1 << (8 / planes - 1))) * scale;
     float size = (code == 1 || code == 2) ? scale : outer;
     return code < 2 ? -size : size;
+}
+
+INLINE int64_t decode_block(float rms, const uint8_t *row, int64_t length, int planes, int adds,
+                            float share, float *out) {
+    int64_t bytes = (length + planes - 1) / planes;
+    float scale = planes == 4 ? 0.4528f * rms : rms;
+    float outer = outer_level(rms, planes);
+    for (int plane = 0; plane < planes; plane++) {
+        float *part = out + plane * bytes;
+        int64_t some = length - plane * bytes < bytes ? length - plane * bytes : bytes;
+        int shift = plane * 8 / planes, mask = (1 << (8 / planes)) - 1;
+        int32_t thirds = THIRDS[plane];
+        for (int64_t i = 0; i < some; i++) {
+            int code = planes == TRITS ? trit_of(row[i], thirds) : (row[i] >> shift) & mask;
+            float value = value_of(code, planes, scale, outer);
+            part[i] = adds ? part[i] + share * value : share * value;
+        }
+    }
+    return bytes;
 }
 
 INLINE void decode(const float *scales, const uint8_t *rows, int64_t count, int64_t block,
                    int planes, int adds, float share, float *out) {
     for (int64_t start = 0; start < count; start += block) {
         int64_t length = count - start < block ? count - start : block;
-        int64_t bytes = (length + planes - 1) / planes;
-        float scale = planes == 4 ? 0.4528f * *scales : *scales;
-        float outer = outer_level(*scales, planes);
-        for (int plane = 0; plane < planes; plane++) {
-            float *part = out + start + plane * bytes;
-            int64_t some = length - plane * bytes < bytes ? length - plane * bytes : bytes;
-            int shift = plane * 8 / planes, mask = (1 << (8 / planes)) - 1;
-            int32_t thirds = THIRDS[plane];
-            for (int64_t i = 0; i < some; i++) {
-                int code = planes == TRITS ? trit_of(rows[i], thirds) : (rows[i] >> shift) & mask;
-                float value = value_of(code, planes, scale, outer);
-                part[i] = adds ? part[i] + share * value : share * value;
-            }
-        }
-        scales++;
-        rows += bytes;
+        rows += decode_block(*scales++, rows, length, planes, adds, share, out + start);
     }
 }
 
@@ -232,37 +241,117 @@ CODEC(2)
 CODEC(4)
 CODEC(5)
 
-/* To units of their own, and back: a unit is the root of a mean square, but at least `least`. */
-void to_units(const float *x, const float *squares, int64_t count, float least, float *out) {
-    for (int64_t i = 0; i < count; i++) {
-        float unit = sqrtf(squares[i]);
-        out[i] = x[i] / (unit > least ? unit : least);
-    }
-}
-
 INLINE float limited(float value) {
     value = value > FLT_MAX ? FLT_MAX : value;
     return value < -FLT_MAX ? -FLT_MAX : value;
 }
 
+INLINE float unit_of(float square, float least) {
+    float unit = sqrtf(square);
+    return unit > least ? unit : least;
+}
+
+/* To units of their own, and back: a unit is the root of a mean square, but at least `least`. */
+void to_units(const float *x, const float *squares, int64_t count, float least, float *out) {
+    for (int64_t i = 0; i < count; i++) out[i] = x[i] / unit_of(squares[i], least);
+}
+
+/* Some values back from units, and what becomes of their mean squares; returns the largest. */
+INLINE int32_t learn(float *x, float *squares, int64_t count, float least, float keep) {
+    float gain = 1.0f - keep;
+    for (int64_t i = 0; i < count; i++) {
+        float value = limited(x[i] * unit_of(squares[i], least));
+        x[i] = value;
+        squares[i] = limited(keep * squares[i] + gain * (value * value));
+    }
+    return largest_bits(squares, count);
+}
+
 /* Returns the largest mean square; of the old ones `keep` stays. */
 float from_units(float *x, float *squares, int64_t count, float least, float keep) {
-    float gain = 1.0f - keep, top;
+    float top;
     int32_t most = 0;
     for (int64_t start = 0; start < count; start += MOST) {
-        int64_t stop = count - start < MOST ? count : start + MOST;
-        for (int64_t i = start; i < stop; i++) {
-            float unit = sqrtf(squares[i]);
-            float value = limited(x[i] * (unit > least ? unit : least));
-            x[i] = value;
-            squares[i] = limited(keep * squares[i] + gain * (value * value));
-        }
-        int32_t here = largest_bits(squares + start, stop - start);
+        int64_t length = count - start < MOST ? count - start : MOST;
+        int32_t here = learn(x + start, squares + start, length, least, keep);
         most = here > most ? here : most;
     }
     memcpy(&top, &most, 4);
     return top;
 }
+
+/* The mean of a host's replicas, in their units if there are squares, as a message: what mean.c,
+ * to_units and encode do, in one pass. Returns whether all of it is finite. */
+INLINE int pack_host(const float *const *replicas, int64_t num, const float *squares, float least,
+                     int64_t count, int64_t block, int planes, float *scales, uint8_t *rows) {
+    const draw_t none = {0, 0, 0};
+    const double factor = 1.0 / (double)num;
+    const int by_product = (num & (num - 1)) == 0; /* exact, and faster */
+    float values[MOST];
+    double total[MOST];
+    int32_t top = 0;
+    for (int64_t start = 0; start < count; start += block) {
+        int64_t length = count - start < block ? count - start : block;
+        const float *first = replicas[0] + start;
+        for (int64_t i = 0; i < length; i++) total[i] = (double)first[i];
+        for (int64_t r = 1; r < num; r++) {
+            const float *other = replicas[r] + start;
+            for (int64_t i = 0; i < length; i++) total[i] += (double)other[i];
+        }
+        if (by_product)
+            for (int64_t i = 0; i < length; i++) values[i] = (float)(total[i] * factor);
+        else
+            for (int64_t i = 0; i < length; i++) values[i] = (float)(total[i] / (double)num);
+        int32_t here = largest_bits(values, length);
+        top = here > top ? here : top;
+        if (squares)
+            for (int64_t i = 0; i < length; i++)
+                values[i] = limited(values[i] / unit_of(squares[start + i], least));
+        rows += encode_block(values, length, start, planes, none, scales++, rows);
+    }
+    return top < 0x7f800000;
+}
+
+/* The mean of two hosts' messages, out of their units if there are squares, to several places.
+ * Returns the largest new mean square. */
+INLINE float unpack_pair(const float *const *scales, const uint8_t *const *rows, float *squares,
+                         float least, float keep, int64_t count, int64_t block, int planes,
+                         float *const *outs, int64_t num_outs) {
+    float values[MOST], top;
+    int32_t most = 0;
+    int64_t at = 0, index = 0;
+    for (int64_t start = 0; start < count; start += block, index++) {
+        int64_t length = count - start < block ? count - start : block;
+        decode_block(scales[0][index], rows[0] + at, length, planes, 0, 0.5f, values);
+        at += decode_block(scales[1][index], rows[1] + at, length, planes, 1, 0.5f, values);
+        for (int64_t i = 0; i < length; i++) values[i] = limited(values[i]);
+        if (squares) {
+            int32_t here = learn(values, squares + start, length, least, keep);
+            most = here > most ? here : most;
+        }
+        for (int64_t o = 0; o < num_outs; o++) memcpy(outs[o] + start, values, 4 * length);
+    }
+    memcpy(&top, &most, 4);
+    return top;
+}
+
+#define PAIR(planes)                                                                             \
+    int pack_host##planes(const float *const *replicas, int64_t num, const float *squares,       \
+                          float least, int64_t count, int64_t block, float *scales,              \
+                          uint8_t *rows) {                                                       \
+        return pack_host(replicas, num, squares, least, count, block, planes, scales, rows);     \
+    }                                                                                            \
+    float unpack_pair##planes(const float *const *scales, const uint8_t *const *rows,            \
+                              float *squares, float least, float keep, int64_t count,            \
+                              int64_t block, float *const *outs, int64_t num_outs) {             \
+        return unpack_pair(scales, rows, squares, least, keep, count, block, planes, outs,       \
+                           num_outs);                                                            \
+    }
+
+PAIR(1)
+PAIR(2)
+PAIR(4)
+PAIR(5)
 
 /* The bits of the wanted-th largest magnitude, digit by digit; `left` of its equals are wanted. */
 INLINE int32_t select_bits(const bits_t *x, int64_t count, int64_t wanted, int64_t *left) {

@@ -21,10 +21,11 @@ class NonFinite(enum.Enum):
 
 
 def all_finite(values: torch.Tensor) -> bool:
-    """Say whether there is neither an infinity nor a NaN."""
-    if codec_c.available(values):
-        return codec_c.all_finite(values)
-    return bool(codec_torch.all_finite(values))
+    """Say whether there is neither an infinity nor a NaN, nor what float32 has no room for."""
+    narrow = values.to(torch.float32)
+    if codec_c.available(narrow):
+        return codec_c.all_finite(narrow)
+    return bool(codec_torch.all_finite(narrow))
 
 
 def contributors(peers: Peers, bad: Sequence[int], policy: NonFinite, slot: str) -> list[int]:

@@ -50,6 +50,14 @@ class Units:
         """Take note of the largest mean square."""
         self.least = max(SMALLEST, LEAST * largest**0.5)
 
+    def count(self, memory: float) -> float:
+        """Count a call; return how much of the mean squares stays.
+
+        At first all calls count alike, so that the first ones do not weigh on the others.
+        """
+        self.calls += 1
+        return min(memory, 1.0 - 1.0 / self.calls)
+
     def divide(self, values: torch.Tensor, out: torch.Tensor) -> None:
         """Write values in units; where they are finite, so is what is written."""
         if codec_c.available(out) and values.dtype == out.dtype:
@@ -60,12 +68,8 @@ class Units:
             out.clamp_(-LARGEST, LARGEST)
 
     def multiply(self, values: torch.Tensor, memory: float) -> None:
-        """Undo it in place, and learn from the result.
-
-        At first all calls count alike, so that the first ones do not weigh on the others.
-        """
-        self.calls += 1
-        keep = min(memory, 1.0 - 1.0 / self.calls)
+        """Undo it in place, and learn from the result."""
+        keep = self.count(memory)
         if codec_c.available(values):
             largest = codec_c.from_units(values, self.squares, self.least, keep)
         else:

@@ -14,6 +14,7 @@ host's mean changes nothing.
 from __future__ import annotations
 
 import enum
+import json
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from loosestep.errors import NotAttachable
 from loosestep.flat import slices
 from loosestep.groups import own_subgroup
 from loosestep.peers import Peers
@@ -30,12 +32,14 @@ from loosestep.policies import choose
 from loosestep.tensors import Named
 from loosestep.wire.division import Division
 from loosestep.wire.exchange import Task
+from loosestep.wire.host_pair import HostPair, Route, can_pair
 from loosestep.wire.links import board_of, largest
 from loosestep.wire.mean import Mean, MeanInFlight
+from loosestep.wire.memory import place_of
 from loosestep.wire.nonfinite import all_finite, contributors
 from loosestep.wire.pieces import InPieces, cut, piece_lengths
 from loosestep.wire.reducer import Handle, Reducer, leaves_apart
-from loosestep.wire.resident import Resident
+from loosestep.wire.resident import Resident, room
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +69,10 @@ class Ways:
             weights = tuple(sum(weights[member] for member in host) for host in self.hosts)
         across = _among(whole, self.across, self.across_group)
         return inside, replace(across, weights=weights)
+
+    def route(self, whole: Peers) -> Route:
+        """Return both, and whom they are part of."""
+        return Route(*self.peers(whole), whole, self.hosts)
 
 
 _ONE_REPLICA = (
@@ -96,10 +104,12 @@ class TwoLevel:
         inner: Reducer | None = None,
         *,
         hosts: Hosts | str = Hosts.DIFFER,
+        inside: Mean | None = None,
         ranks_per_host: int | None = None,
     ) -> None:
-        _check(inner, ranks_per_host)
+        _check(inner, inside, ranks_per_host)
         self.inner: Reducer = Mean() if inner is None else inner
+        self.inside: Mean = Mean() if inside is None else inside
         self.hosts, self.ranks_per_host = choose(Hosts, hosts), ranks_per_host
         self.leaves_apart = leaves_apart(self.inner)
         if self.leaves_apart and self.hosts is Hosts.DIFFER:
@@ -108,9 +118,17 @@ class TwoLevel:
         self.on_nonfinite = getattr(self.inner, "on_nonfinite", None)
         self._hosts_of: dict[int, list[tuple[int, ...]]] = {}  # by the size of the group
         self._most_bytes: dict[int, int] = {}  # that go through a host's memory as one
+        # The groups of two hosts whose ranks can all do it in two passes.
+        self._pairs: weakref.WeakKeyDictionary[dist.ProcessGroup, bool]
+        self._pairs = weakref.WeakKeyDictionary()
 
     def bind(self, named: Sequence[Named], peers: Peers) -> None:
         """Make the process groups inside and between hosts; collective."""
+        if isinstance(self.inside, Resident):
+            raise ValueError(
+                f"{self} moves gradients into shared memory, and no parameters; give "
+                f"reducer=TwoLevel({self.inner}), or Resident() where there is one host"
+            )
         ways = None if peers.size == 1 else self._ways_of(peers)
         bind = getattr(self.inner, "bind", None)
         if bind is not None and peers.size > 1:
@@ -133,10 +151,58 @@ class TwoLevel:
             return _ByHost(task, self.hosts, lambda mine: self.inner.start(mine, across, name))
 
         most = largest(inside, buffer)
-        if buffer.nbytes <= most:
+        if buffer.nbytes <= most or self._lives_there(buffer, inside):
             return launch((slot, buffer))
         numbered = enumerate(cut(buffer, most, inside.size * across.size))
         return InPieces(((f"{slot}, part {i}", piece) for i, piece in numbered), launch)
+
+    def room(
+        self, size: int, devices: Sequence[torch.device], groups: Sequence[Peers]
+    ) -> torch.Tensor | None:
+        """Return memory of mine for gradients, which my host's ranks in all these groups see.
+
+        A collective call of every group; where one member cannot, all of it raise. None: there is
+        nobody else on this host.
+        """
+        memory, refusal = None, ""
+        ways = [(peers, self._ways_of(peers)) for peers in groups if peers.size > 1]
+        try:
+            near = [peers if way is None else way.peers(peers)[0] for peers, way in ways]
+            memory = room(size, devices, near)
+        except NotAttachable as error:
+            refusal = str(error)
+        for peers, way in ways:  # the other hosts would wait for this one
+            able = way is not None and can_pair(self.inner, way.route(peers))
+            said = peers.exchange(json.dumps([refusal, able]).encode())
+            heard = [json.loads(payload) for payload in said]
+            if any(reason for reason, _ in heard):
+                raise NotAttachable(next(reason for reason, _ in heard if reason))
+            assert peers.process_group is not None
+            self._pairs[peers.process_group] = all(able for _, able in heard)
+        return memory
+
+    def takes_notes(self, buffer: torch.Tensor, peers: Peers) -> bool:
+        """Say whether ``start_noted`` can be used; the same on all ranks."""
+        group = peers.process_group
+        if peers.size == 1 or group is None or not self._pairs.get(group, False):
+            return False
+        ways = self._ways_of(peers)
+        assert ways is not None, "there are two hosts"
+        fits = buffer.dtype == torch.float32 and buffer.numel() >= peers.size
+        return fits and self._lives_there(buffer, ways.peers(peers)[0])
+
+    def start_noted(
+        self, buffer: torch.Tensor, notes: torch.Tensor, peers: Peers, slot: str
+    ) -> Handle:
+        """Launch the mean of a buffer, and the exact one of the notes that lie behind it."""
+        ways = self._ways_of(peers)
+        assert ways is not None, "takes_notes has said so"
+        return HostPair(buffer, notes, ways.route(peers), self.inner, slot)
+
+    def _lives_there(self, buffer: torch.Tensor, inside: Peers) -> bool:
+        """Say whether the ranks of this host see the buffer where it is: no window bounds it."""
+        resident = isinstance(self.inside, Resident)
+        return resident and place_of(board_of(inside), buffer) is not None
 
     def check_replicas(self, peers: Peers) -> None:
         """Raise where a host has several replicas of what is not divided, such as shards."""
@@ -223,7 +289,8 @@ class TwoLevel:
 
     def __repr__(self) -> str:
         size = "" if self.ranks_per_host is None else f", ranks_per_host={self.ranks_per_host}"
-        return f"TwoLevel({self.inner}, {self.hosts.value}{size})"
+        inside = f", inside={self.inside}" if isinstance(self.inside, Resident) else ""
+        return f"TwoLevel({self.inner}, {self.hosts.value}{inside}{size})"
 
     def _partition(self, group_size: int) -> list[tuple[int, ...]]:
         if self.ranks_per_host is not None:
@@ -335,7 +402,20 @@ def _among(whole: Peers, members: tuple[int, ...], group: dist.ProcessGroup | No
     )
 
 
-def _check(inner: object, ranks_per_host: object) -> None:
+def lives_in_rooms(reducer: object) -> bool:
+    """Say whether gradients are to live in memory that a host's ranks share."""
+    return isinstance(reducer.inside if isinstance(reducer, TwoLevel) else reducer, Resident)
+
+
+def _check(inner: object, inside: object, ranks_per_host: object) -> None:
+    if inside is not None and type(inside) not in (Mean, Resident):
+        raise TypeError(f"inside must be Mean() or Resident(), got {inside!r}")
+    if isinstance(inside, Resident) and not getattr(inner, "lossy", False):
+        raise ValueError(
+            f"inside=Resident() is for gradients in few bits, and by {inner or Mean()} nothing is "
+            "compressed between hosts; use Resident() alone, or TwoLevel(Scaled(Ternary()), "
+            "inside=Resident())"
+        )
     if isinstance(inner, type) or not isinstance(inner, Reducer | None):
         raise TypeError(f"inner must be a reducer such as Int4(), got {inner!r}")
     if isinstance(inner, Resident):

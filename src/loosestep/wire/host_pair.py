@@ -1,0 +1,217 @@
+"""Gradients of two hosts that live in their ranks' shared memory: few bits between, in two passes.
+
+What ``TwoLevel`` does with ``Resident`` inside and a quantiser between hosts, to the bit, with
+fewer waits and fewer passes over memory. Every rank owns a slice:
+
+    pack     the mean of the host's replicas of my slice, as a message for my twin on the other host
+    hear     whether all ranks' values were finite, before anything is changed
+    unpack   the mean of both hosts' messages, written to all replicas on this host
+
+A message begins with a bit for every rank of the host whose values are not finite, and with
+``notes``: some numbers that lie behind the buffer, whose mean over all ranks is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+import loosestep.wire.codec_c as codec_c
+from loosestep.flat import STAGING
+from loosestep.peers import Message, Peers
+from loosestep.wire.board import DETAIL, OFFERED, PLACE, REDUCED, TAKEN, Slot
+from loosestep.wire.codec_blocks import Blocks
+from loosestep.wire.compressed import Compressed
+from loosestep.wire.exchange import Task
+from loosestep.wire.links import board_of
+from loosestep.wire.memory import OFFSET_BITS, place_of
+from loosestep.wire.nonfinite import NonFinite, all_finite, contributors
+from loosestep.wire.reducer import Reducer, Traffic
+from loosestep.wire.rounding import Rounding
+from loosestep.wire.scaled import Scaled
+
+MOST_RANKS = 31  # of a host: a bit each, for two hosts, in a signed number
+BITS_BYTES = 8  # of a message
+
+Side = TypeVar("Side")
+
+
+@dataclass(frozen=True)
+class Route:
+    """The ranks of this host, my twins on all hosts, everybody, and who is on which host."""
+
+    inside: Peers
+    across: Peers
+    whole: Peers
+    hosts: Sequence[tuple[int, ...]]
+
+
+def can_pair(inner: Reducer, route: Route) -> bool:
+    """Say whether this rank can do it by such a reducer; all ranks of both hosts must say so."""
+    engine = _engine(inner)
+    return (
+        isinstance(engine, Compressed)
+        and type(engine).start is Compressed.start
+        and isinstance(engine.codec, Blocks)
+        and engine.rounding is Rounding.NEAREST
+        and engine.on_nonfinite is NonFinite.RAISE
+        and route.whole.weights is None
+        and len(route.hosts) == 2
+        and 1 < route.inside.size <= MOST_RANKS
+        and codec_c.available(torch.empty(0))
+    )
+
+
+class HostPair:
+    """One buffer on its way."""
+
+    bytes_held = 0
+
+    def __init__(
+        self, buffer: torch.Tensor, notes: torch.Tensor, route: Route, inner: Reducer, slot: str
+    ) -> None:
+        self._task, self._notes, self._route = Task(buffer, route.inside), notes, route
+        self._values = _Values(inner, f"{route.across.level}/{slot}", self._task.mine)
+        self._name, self._sent, self._done = slot, False, False
+        self._head = BITS_BYTES + 4 * notes.numel()
+        self._board = board_of(route.inside)
+        self._slot = Slot(self._board, route.inside)
+        home = place_of(self._board, buffer)
+        assert home is not None, "it lives in shared memory"
+        self._slot.offer(home)
+        self._tag = route.across.next_tags(1)
+        copied = buffer.nbytes + (route.inside.size - 2) * self._task.mine.nbytes
+        self.traffic = Traffic(self._head + self._values.nbytes, copied)
+
+    def advance(self) -> None:
+        """Pack my slice and send it, as soon as the neighbours' values are there."""
+        if self._sent:
+            return
+        self._sent = True
+        self._look()
+        room = (self._head + self._values.nbytes, torch.uint8, torch.device("cpu"))
+        self._mine, self._theirs = STAGING.take(*room), STAGING.take(*room)
+        self._bad = self._pack()
+        (twin,) = self._route.across.others
+        there = Message(self._mine, twin, outgoing=True)
+        back = Message(self._theirs, twin, outgoing=False)
+        self._arriving, self._leaving = self._route.across.post([back, there], self._tag)
+
+    def wait(self) -> None:
+        """Leave the mean in the buffer and in the notes; to wait again is harmless."""
+        self.advance()
+        if self._done:
+            return
+        self._done = True
+        self._arriving.wait()
+        found = self._hear()
+        if not found:
+            self._values.unpack(self._pair(self._head), self._replicas)
+        self._slot.tell_all(TAKEN)
+        for member in self._slot.members:
+            self._slot.wait(member, TAKEN)
+        self._slot.finish()
+        if not found:
+            self._note()
+        self._leaving.wait()
+        STAGING.give(self._mine)
+        STAGING.give(self._theirs)
+        contributors(self._route.whole, self._members(found), NonFinite.RAISE, self._name)
+
+    def _look(self) -> None:
+        """Find all replicas of my slice, in the order of ranks, and add up the host's notes."""
+        peers, buffer = self._task.peers, self._task.buffer
+        self._replicas, self._sums = [self._task.mine] * peers.size, self._notes.clone()
+        first, last = self._task.bounds[peers.group_rank]
+        for member in self._slot.members:
+            self._slot.wait(member, OFFERED)
+            place = self._slot.told(member, PLACE)
+            memory = self._board.neighbours[member].opened[place >> OFFSET_BITS]
+            start = place & ((1 << OFFSET_BITS) - 1)
+            stop = start + buffer.nbytes + self._notes.nbytes
+            values = memory[start:stop].view(torch.float32)
+            self._replicas[member] = values[first:last]
+            self._sums += values[buffer.numel() :]
+
+    def _pack(self) -> int:
+        """Write my message; return a bit for every rank here whose values are not finite."""
+        bad = 0
+        if not self._values.pack(self._replicas, self._mine[self._head :]):
+            found = [m for m, replica in enumerate(self._replicas) if not all_finite(replica)]
+            bad = sum(1 << member for member in found)
+        self._mine[:BITS_BYTES].view(torch.int64).fill_(bad)
+        self._mine[BITS_BYTES : self._head].view(torch.float32).copy_(self._sums)
+        return bad
+
+    def _hear(self) -> int:
+        """Tell all neighbours what my twin and I have found, and return what everybody has."""
+        theirs = int(self._theirs[:BITS_BYTES].view(torch.int64))
+        low, high = self._in_order(self._bad, theirs)
+        found = low | high << MOST_RANKS
+        self._slot.add(found)
+        self._slot.tell_all(REDUCED)
+        for member in self._slot.members:
+            self._slot.wait(member, REDUCED)
+            found |= self._slot.told(member, DETAIL)
+        return found
+
+    def _note(self) -> None:
+        self._sums += self._theirs[BITS_BYTES : self._head].view(torch.float32)
+        self._notes.copy_(self._sums.div_(self._route.whole.size))
+
+    def _members(self, found: int) -> list[int]:
+        """Return the ranks that some bits stand for."""
+        return [
+            rank
+            for host, members in enumerate(self._route.hosts)
+            for place, rank in enumerate(members)
+            if found >> (host * MOST_RANKS + place) & 1
+        ]
+
+    def _pair(self, start: int) -> list[torch.Tensor]:
+        return list(self._in_order(self._mine[start:], self._theirs[start:]))
+
+    def _in_order(self, mine: Side, theirs: Side) -> tuple[Side, Side]:
+        """Return the first host's first, whichever this is."""
+        return (mine, theirs) if self._route.across.group_rank == 0 else (theirs, mine)
+
+
+class _Values:
+    """How a slice becomes a message and comes back, in units of its own or not."""
+
+    def __init__(self, inner: Reducer, key: str, like: torch.Tensor) -> None:
+        self._scaled = inner if isinstance(inner, Scaled) else None
+        self._key, self._numel = key, like.numel()
+        self._units = None if self._scaled is None else self._scaled.units(key, like)
+        engine = _engine(inner)
+        assert isinstance(engine, Compressed)
+        assert isinstance(engine.codec, Blocks)
+        self._codec = engine.codec
+        self.nbytes = self._codec.nbytes(self._numel)
+
+    def pack(self, replicas: Sequence[torch.Tensor], message: torch.Tensor) -> bool:
+        """Write the mean of the replicas; return whether it is finite."""
+        units, codec = self._units, self._codec
+        kept = None if units is None else (units.squares, units.least)
+        parts = codec.cut(message, self._numel)
+        return codec_c.pack_host(replicas, kept, codec.block, codec.bits, parts)
+
+    def unpack(self, messages: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
+        """Write the mean of two messages to all places, and learn from it."""
+        units, scaled, codec = self._units, self._scaled, self._codec
+        kept = None
+        if units is not None and scaled is not None:
+            kept = (units.squares, units.least, units.count(scaled.memory))
+        parts = [codec.cut(message, self._numel) for message in messages]
+        largest = codec_c.unpack_pair(parts, kept, codec.block, codec.bits, places)
+        if units is not None:
+            units.settle(largest)
+        elif scaled is not None:
+            scaled.learn(self._key, places[0])
+
+
+def _engine(inner: Reducer) -> Reducer:
+    return inner.inner if isinstance(inner, Scaled) else inner
