@@ -19,7 +19,10 @@ from loosestep.report.facts import Facts
 STEPS = 300
 SEEDS = {"DDP": 10, "loosestep, period 4": 10, "in-tree, period 8": 3}  # one seed says little
 RATE = "10gbit"
-WHOLE = replace(SETTINGS, lr_warmup=10, lr_floor=0.05, eval_every=STEPS, eval_batches=64)
+CONTEXT = 128  # somewhat more than in ``training``: time does not count here
+WHOLE = replace(
+    SETTINGS, context=CONTEXT, lr_warmup=10, lr_floor=0.05, eval_every=STEPS, eval_batches=64
+)
 
 
 def run(rounds: int) -> list[Row]:

@@ -57,7 +57,8 @@ class ByReducer(ToAll):
     def __init__(self, sharing: GradientSharing, reducer: Reducer) -> None:
         super().__init__(sharing)
         if getattr(reducer, "lossy", False):
-            self.bucket_share = 0.5  # few bytes travel faster than backward makes new ones
+            # Few bytes travel faster than backward makes new ones.
+            self.bucket_bytes, self.bucket_share = 12 << 20, 0.5
         self._reductions = Reductions(reducer)
         self._slots: dict[Bucket, str] = {}
         levels = sorted(sharing.schedule.gradient_levels())

@@ -1,4 +1,4 @@
-"""Reductions on a thread of their own, in the order in which they were asked for.
+"""Reductions on threads of their own, in the order in which they were asked for.
 
 A reducer has to be waited for, and nothing may wait inside a backward or in a communication
 callback. So one thread does the waiting, and what is handed out can be waited for.
@@ -32,11 +32,14 @@ class Reductions:
         check_reducer(reducer)
         self.reducer = reducer
         self.traffic = Traffic()  # of all that is done
+        self._adding = threading.Lock()
         self._groups: dict[Peers, Peers] = {}
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._jobs,), daemon=True)
-        self._thread.start()
-        self._end = weakref.finalize(self, self._jobs.put, None)
+        # [Note: out and back] What goes with notes is launched on the first thread and awaited on
+        # the second, so that a buffer leaves while those before it are still on their way. Each
+        # goes in order and waits for its own like on the other ranks only: nobody can be waiting
+        # for somebody who waits for him.
+        self._out, self._back = _Line(), _Line()
+        self._end = weakref.finalize(self, _end, self._out, self._back)
 
     def share(
         self, buffer: torch.Tensor, peers: Peers, slot: str, notes: torch.Tensor | None = None
@@ -46,7 +49,10 @@ class Reductions:
         ``notes`` are some exact numbers behind it, where ``takes_notes`` says so.
         """
         shared, own = Shared(buffer), self.own_peers(peers)
-        self.submit(lambda: shared.landed(self.reduce(buffer, own, slot, notes)))
+        if notes is None:
+            self.submit(lambda: shared.landed(self.reduce(buffer, own, slot)))
+        else:
+            self.submit(lambda: self._launch(shared, notes, own, slot))
         return shared
 
     def takes_notes(self, buffer: torch.Tensor, peers: Peers) -> bool:
@@ -67,58 +73,88 @@ class Reductions:
 
     def submit(self, job: Job) -> None:
         """Run ``job`` after all that was submitted before."""
-        self._jobs.put(job)
+        self._out.put(job)
 
     @torch.no_grad()
-    def reduce(
-        self, buffer: torch.Tensor, peers: Peers, slot: str, notes: torch.Tensor | None = None
-    ) -> Exception | None:
+    def reduce(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Exception | None:
         """Reduce now, on the thread; return what went wrong."""
         try:
             if buffer.device.type != "cpu":
                 torch.accelerator.synchronize(buffer.device)  # the thread has streams of its own
-            handle = self._start(buffer, peers, slot, notes)
-            handle.wait()
-            self.traffic.add(handle.traffic)
+            return self._land(self._start(buffer, peers, slot))
         except Exception as error:  # whatever it is, it belongs to whoever waits
             return error
+
+    @torch.no_grad()
+    def _launch(self, shared: Shared, notes: torch.Tensor, peers: Peers, slot: str) -> None:
+        """Send a buffer with its notes, and let the other thread await what comes back."""
+        try:
+            start = getattr(self.reducer, "start_noted")  # noqa: B009
+            handle: Handle = start(shared.buffer, notes, peers, slot)
+            handle.advance()
+        except Exception as error:
+            shared.landed(error)
+            return
+        self._back.put(lambda: shared.landed(self._land(handle)))
+
+    @torch.no_grad()
+    def _land(self, handle: Handle) -> Exception | None:
+        try:
+            handle.wait()
+        except Exception as error:
+            return error
+        with self._adding:
+            self.traffic.add(handle.traffic)
         return None
 
-    def _start(
-        self, buffer: torch.Tensor, peers: Peers, slot: str, notes: torch.Tensor | None
-    ) -> Handle:
-        handle: Handle
-        if notes is not None:
-            handle = getattr(self.reducer, "start_noted")(buffer, notes, peers, slot)  # noqa: B009
-            return handle
+    def _start(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Handle:
         takes_many = getattr(self.reducer, "takes_many", None)
         if takes_many is not None and takes_many(peers, buffer.dtype, buffer.device):
             # One loop without the interpreter, which the training thread needs meanwhile.
-            handle = getattr(self.reducer, "start_many")([buffer], peers)  # noqa: B009
+            handle: Handle = getattr(self.reducer, "start_many")([buffer], peers)  # noqa: B009
             return handle
         return self.reducer.start(buffer, peers, slot)
 
     def close(self) -> None:
-        """Finish what was asked for, end the thread and free the groups."""
-        self._end()
-        self._thread.join()
+        """Finish what was asked for, end the threads and free the groups."""
+        self._out.end()  # first: what it launches is awaited on the other
+        self._back.end()
+        self._end.detach()
         for own in self._groups.values():
             if own.size > 1 and own.process_group is not None:
                 free_group(own.process_group)
         self._groups.clear()
 
 
+class _Line:
+    """Jobs on a thread of their own, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), daemon=True)
+        self._thread.start()
+
+    def put(self, job: Job | None) -> None:
+        """Add a job; None: there will be no more."""
+        self._jobs.put(job)
+
+    def end(self) -> None:
+        """Return when all jobs are done; safe to call twice."""
+        self.put(None)
+        self._thread.join()
+
+
 class Shared:
     """A buffer that is being shared."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
-        self._buffer, self._done = buffer, future_of(buffer)
+        self.buffer, self._done = buffer, future_of(buffer)
         self._error: Exception | None = None
 
     def landed(self, error: Exception | None) -> None:
         """Note that it is through, or what went wrong."""
         self._error = error
-        self._done.set_result(self._buffer)
+        self._done.set_result(self.buffer)
 
     def wait(self) -> torch.Tensor:
         """Return the buffer with the mean, or raise what went wrong with this very buffer."""
@@ -126,6 +162,11 @@ class Shared:
         if self._error is not None:
             raise self._error  # with its type, of which a future would leave the text only
         return buffer
+
+
+def _end(*lines: _Line) -> None:
+    for line in lines:
+        line.put(None)
 
 
 def check_reducer(reducer: object) -> None:
