@@ -44,6 +44,7 @@ REDUCERS: dict[str, Reducer] = {
     "int4 + feedback": ErrorFeedback(Int4()),
     "ternary, scaled": Scaled(Ternary()),
     "between hosts": TwoLevel(Scaled(Ternary()), ranks_per_host=1),
+    "in rooms": TwoLevel(Scaled(Ternary()), inside=Resident(), ranks_per_host=2),
 }
 
 

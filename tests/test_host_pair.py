@@ -37,6 +37,8 @@ from loosestep.wire.host_pair import HostPair, can_pair
 from loosestep.wire.mean import mean_into
 from tests.oracle import equal, snapshot
 from tests.test_codecs import floats, same_bits
+from tests.test_gradient_reducer import parameters
+from tests.test_gradient_reducer import train as train_in_phases
 from tests.test_proofs import Experts
 from tests.test_resident_gradients import Mixed, backward, loss_of
 
@@ -204,6 +206,16 @@ def test_resumed_is_uninterrupted(pool: RankPool, stop: int) -> None:
     assert all(equal(*pair) for pair in zip(whole, resumed, strict=True))
 
 
+def test_resuming_in_either_phase(pool: RankPool) -> None:
+    """First all share gradients, then pairs on one host each: from any step it goes on alike."""
+    everybody = [0, 1, 2, 3]
+    whole = pool.run(4, train_in_phases, "in rooms", "plain", everybody)
+    for stop in (1, 3, 5):
+        resumed = pool.run(4, train_in_phases, "in rooms", "plain", everybody, stop)
+        for (one, _), (other, _) in zip(whole, resumed, strict=True):
+            assert equal(parameters(one), parameters(other)), stop
+
+
 def sent() -> tuple[int, int]:
     """Return bytes sent in a step, and how many values there are."""
     net = torch.nn.Linear(1000, 64)
@@ -289,6 +301,7 @@ def test_a_dead_rank_is_named(pool: RankPool, who: int) -> None:
     bits=st.sampled_from([8, 4, 2, 1.6]),
     block=st.sampled_from([1, 7, 64, 256]),
     unit=st.booleans(),
+    num=st.integers(1, 5),
 )
 @settings(max_examples=200, deadline=None)
 def test_c_does_in_one_pass_what_it_does_in_many(
@@ -298,10 +311,12 @@ def test_c_does_in_one_pass_what_it_does_in_many(
     bits: float,
     block: int,
     unit: bool,
+    num: int,
 ) -> None:
     """To the bit: means, units, codes, and back."""
     size = min(values.numel(), others.numel(), squares.numel())
-    replicas, squares = [values[:size], others[:size]], squares[:size].abs()
+    replicas, squares = [values[:size], others[:size]] * num, squares[:size].abs()
+    replicas = replicas[:num]
     codec, least, keep = Blocks(bits, block), 1e-12, 0.75
     wanted, there, found = (torch.zeros(codec.nbytes(size), dtype=torch.uint8) for _ in range(3))
     mean = torch.empty(size)

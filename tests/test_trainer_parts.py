@@ -23,7 +23,7 @@ from loosestep.trainer.mistakes import BadInput
 from loosestep.trainer.ranks import rank_from
 from loosestep.trainer.settings import Settings, read_toml
 from loosestep.trainer.specs import Spec, parse_levels, parse_spec
-from loosestep.wire import ErrorFeedback, Int2, Mean, Scaled, Ternary, TopK, TwoLevel
+from loosestep.wire import ErrorFeedback, Int2, Mean, Resident, Scaled, Ternary, TopK, TwoLevel
 
 # Specs and wires
 
@@ -109,6 +109,14 @@ def test_wires_by_name():
     assert repr(wires.parameter_wire("int2")) == repr(TwoLevel(Int2()))
     assert repr(wires.gradient_wire("ternary+sc")) == repr(TwoLevel(Scaled(Ternary())))
     assert repr(wires.gradient_wire("resident")) == "Resident()"
+    living = wires.gradient_wire("resident+ternary+sc")
+    assert repr(living) == repr(TwoLevel(Scaled(Ternary()), inside=Resident()))
+
+
+@pytest.mark.parametrize("text", ["resident+exact", "resident+resident", "resident+", "resident+x"])
+def test_a_gradient_wire_that_there_is_not_is_refused(text: str):
+    with pytest.raises(BadInput, match=r"inside=Resident|there is no wire"):
+        wires.gradient_wire(text)
 
 
 @pytest.mark.parametrize(

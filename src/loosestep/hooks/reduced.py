@@ -13,6 +13,8 @@ from loosestep.hooks.reductions import Reductions, Shared
 from loosestep.peers import Phase
 from loosestep.wire import Reducer, Traffic
 
+LOSSY_BYTES = 12 << 20  # of gradients in a bucket that travels in few bits
+
 
 class ReducedBuckets:
     """Buckets of a DDP module: a hook for every level that may share gradients."""
@@ -57,8 +59,8 @@ class ByReducer(ToAll):
     def __init__(self, sharing: GradientSharing, reducer: Reducer) -> None:
         super().__init__(sharing)
         if getattr(reducer, "lossy", False):
-            # Few bytes travel faster than backward makes new ones.
-            self.bucket_bytes, self.bucket_share = 12 << 20, 0.5
+            # Few bytes travel faster than backward makes new ones: begin early, end with little.
+            self.bucket_bytes, self.bucket_share = min(self.bucket_bytes, LOSSY_BYTES), 0.5
         self._reductions = Reductions(reducer)
         self._slots: dict[Bucket, str] = {}
         levels = sorted(sharing.schedule.gradient_levels())

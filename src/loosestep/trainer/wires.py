@@ -8,6 +8,7 @@ top1%, top0.5%            the largest values only
 int2+ef                   with error feedback: what was lost is sent later
 int2+rf                   the same for parameters; what was lost stays in the replica until then
 ternary+sc                gradients in -1, 0 or 1 times a scale that every value has for itself
+resident+ternary+sc       the same, of gradients that live in memory shared by a host's workers
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ FEEDBACK: dict[str, Callable[[Reducer], Reducer]] = {
     "+rf": ReplicaFeedback,
     "+sc": Scaled,
 }
+LIVING = "resident+"  # gradients that live in shared memory, and travel by what follows
 EXAMPLES = {"+ef": "int2+ef", "+rf": "int2+rf", "+sc": "ternary+sc"}
 
 
@@ -86,11 +88,15 @@ def parameter_wire(text: str) -> Reducer:
 
 def gradient_wire(text: str) -> Reducer:
     """Return the reducer for gradients: what is compressed, is so between hosts only."""
-    resident = text.startswith("resident+")
-    inner = wire(text.removeprefix("resident+"))
-    lossy = getattr(inner, "lossy", False) and not leaves_apart(inner)
-    inside = Resident() if resident else None
-    return TwoLevel(inner, inside=inside) if lossy else inner
+    inner = wire(text.removeprefix(LIVING))
+    if leaves_apart(inner):
+        return inner  # which is refused, with the reason
+    if not text.startswith(LIVING):
+        return TwoLevel(inner) if getattr(inner, "lossy", False) else inner
+    try:
+        return TwoLevel(inner, inside=Resident())
+    except ValueError as error:
+        raise BadInput(f"{text!r}: {error}") from error
 
 
 def _named(name: str, text: str) -> Reducer:

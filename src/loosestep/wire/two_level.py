@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import enum
 import json
-import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,13 +25,12 @@ import torch.distributed as dist
 
 from loosestep.errors import NotAttachable
 from loosestep.flat import slices
-from loosestep.groups import own_subgroup
 from loosestep.peers import Peers
 from loosestep.policies import choose
 from loosestep.tensors import Named
 from loosestep.wire.division import Division
 from loosestep.wire.exchange import Task
-from loosestep.wire.host_pair import HostPair, Route, can_pair
+from loosestep.wire.host_pair import HostPair, can_pair
 from loosestep.wire.links import board_of, largest
 from loosestep.wire.mean import Mean, MeanInFlight
 from loosestep.wire.memory import place_of
@@ -40,8 +38,7 @@ from loosestep.wire.nonfinite import all_finite, contributors
 from loosestep.wire.pieces import InPieces, cut, piece_lengths
 from loosestep.wire.reducer import Handle, Reducer, leaves_apart
 from loosestep.wire.resident import Resident, room
-
-logger = logging.getLogger(__name__)
+from loosestep.wire.ways import Ways, blocks, make_ways
 
 
 class Hosts(enum.Enum):
@@ -49,30 +46,6 @@ class Hosts(enum.Enum):
 
     DIFFER = "differ"  # they are averaged first
     AGREE = "agree"  # gradients are shared inside the host at every step: nothing to average
-
-
-@dataclass(frozen=True)
-class Ways:
-    """A group seen as hosts: the members of this rank's, and who is at its place on each."""
-
-    hosts: list[tuple[int, ...]]
-    inside: tuple[int, ...]
-    across: tuple[int, ...]
-    inside_group: dist.ProcessGroup | None
-    across_group: dist.ProcessGroup | None
-
-    def peers(self, whole: Peers) -> tuple[Peers, Peers]:
-        """Return the peers inside the host and between hosts, with what ``whole`` says now."""
-        inside = _among(whole, self.inside, self.inside_group)
-        weights = whole.weights
-        if weights is not None:  # a host counts as its ranks together
-            weights = tuple(sum(weights[member] for member in host) for host in self.hosts)
-        across = _among(whole, self.across, self.across_group)
-        return inside, replace(across, weights=weights)
-
-    def route(self, whole: Peers) -> Route:
-        """Return both, and whom they are part of."""
-        return Route(*self.peers(whole), whole, self.hosts)
 
 
 _ONE_REPLICA = (
@@ -94,6 +67,7 @@ class TwoLevel:
     pays: ``TwoLevel(Int4())``. Hosts are told apart by name, or are ``ranks_per_host`` consecutive
     ranks each. A group inside one host, and hosts with different numbers of ranks, which have no
     common places, are averaged over all ranks directly: by ``Mean`` on one host, else by ``inner``.
+    With ``inside=Resident()`` the gradients of a plain module live in memory that a host shares.
 
     >>> TwoLevel(ranks_per_host=2).bytes_on_wire(numel=8, dtype=torch.float32, group_size=4)
     16
@@ -189,6 +163,7 @@ class TwoLevel:
         ways = self._ways_of(peers)
         assert ways is not None, "there are two hosts"
         fits = buffer.dtype == torch.float32 and buffer.numel() >= peers.size
+        fits = fits and peers.weights is None  # some may have got weights, or lost them, since
         return fits and self._lives_there(buffer, ways.peers(peers)[0])
 
     def start_noted(
@@ -294,7 +269,7 @@ class TwoLevel:
 
     def _partition(self, group_size: int) -> list[tuple[int, ...]]:
         if self.ranks_per_host is not None:
-            return _blocks(group_size, self.ranks_per_host)
+            return blocks(group_size, self.ranks_per_host)
         if group_size not in self._hosts_of:
             raise ValueError(
                 f"TwoLevel has not met a group of {group_size} ranks yet and cannot know their "
@@ -306,32 +281,16 @@ class TwoLevel:
         group, size = peers.process_group, self.ranks_per_host
         assert group is not None, "a group of one exchanges nothing"
         self._hosts_of[peers.size] = (
-            board_of(peers).hosts if size is None else _blocks(peers.size, size)
+            board_of(peers).hosts if size is None else blocks(peers.size, size)
         )
         made = _ways.setdefault(group, {})
         if size not in made:
-            made[size] = self._make_ways(peers, self._hosts_of[peers.size])
+            made[size] = make_ways(peers, self._hosts_of[peers.size])
         ways = made[size]
         if ways is not None and len(ways.inside) > 1 and peers.size not in self._most_bytes:
             nothing = torch.empty(0)
             self._most_bytes[peers.size] = largest(ways.peers(peers)[0], nothing) or 1 << 62
         return ways
-
-    def _make_ways(self, peers: Peers, hosts: list[tuple[int, ...]]) -> Ways | None:
-        if len(hosts) == 1:
-            return None
-        if len({len(members) for members in hosts}) > 1:
-            logger.info(
-                "level %r: hosts have %s ranks; all of them are averaged directly",
-                peers.level,
-                [len(members) for members in hosts],
-            )
-            return None
-        inside = next(members for members in hosts if peers.group_rank in members)
-        place = inside.index(peers.group_rank)
-        across = tuple(host[place] for host in hosts)
-        groups = [_own_group(peers, members) for members in (inside, across)]
-        return Ways(hosts, inside, across, *groups)
 
 
 def exact_like(reducer: Reducer | None) -> Reducer:
@@ -375,31 +334,6 @@ class _ByHost(MeanInFlight):
 
     def _mirrors(self) -> list[torch.Tensor]:
         return []  # the host's own mean is nobody's result
-
-
-def _blocks(group_size: int, size: int) -> list[tuple[int, ...]]:
-    if group_size % size:
-        raise ValueError(
-            f"ranks_per_host must divide the group: {group_size} ranks are no multiple of {size}"
-        )
-    return [tuple(range(i, i + size)) for i in range(0, group_size, size)]
-
-
-def _own_group(peers: Peers, members: tuple[int, ...]) -> dist.ProcessGroup | None:
-    ranks = tuple(peers.global_ranks[member] for member in members)
-    return own_subgroup(peers.process_group, ranks, peers.timeout)
-
-
-def _among(whole: Peers, members: tuple[int, ...], group: dist.ProcessGroup | None) -> Peers:
-    """Return the peers among some members."""
-    weights = whole.weights
-    return replace(
-        whole,
-        process_group=group,
-        global_ranks=tuple(whole.global_ranks[member] for member in members),
-        group_rank=members.index(whole.group_rank),
-        weights=None if weights is None else tuple(weights[member] for member in members),
-    )
 
 
 def lives_in_rooms(reducer: object) -> bool:
