@@ -23,17 +23,22 @@ from loosestep import (
     Reducer,
     Resident,
     Scaled,
+    Strategy,
     Ternary,
     Topology,
     TwoLevel,
+    after,
+    always,
     attach,
     ddp,
     post_local_sgd,
 )
+from loosestep.peers import peers_of
 from loosestep.testing import RankPool, RanksFailed
 from loosestep.wire import codec_c
 from loosestep.wire.codec_blocks import Blocks
-from loosestep.wire.host_pair import HostPair, can_pair
+from loosestep.wire.host_pair import HostPair, Route, can_pair
+from loosestep.wire.links import use_network
 from loosestep.wire.mean import mean_into
 from tests.oracle import equal, snapshot
 from tests.test_codecs import floats, same_bits
@@ -236,11 +241,16 @@ def test_bytes(pool: RankPool) -> None:
         assert values < sum(count for count, _ in results[first : first + 2]) < 1.02 * values
 
 
-def refuse_on_one_host() -> str:
+def refuse_on_one_host(levels: int) -> str:
     if dist.get_rank() >= 2:
         os.environ["LOOSESTEP_SHARED_MEMORY"] = "0"
+    topology = Topology({"pair": [[0, 1], [2, 3]], "world": [[0, 1, 2, 3]]}, timeout=60)
+    wide = always(gradients="world")
+    net, schedule = Mixed(), wide if levels == 1 else after(2, always(gradients="pair"), wide)
+    reducer = hosts_of_two("int4", "paired")
+    strategy = Strategy(schedule=schedule, topology=topology, gradient_reducer=reducer)
     try:
-        train("int4", "paired")
+        attach(net, torch.optim.SGD(net.parameters(), lr=1e-3), strategy)
     except NotAttachable as error:
         return str(error)
     finally:
@@ -248,10 +258,27 @@ def refuse_on_one_host() -> str:
     return ""
 
 
-def test_all_hosts_hear_why_one_cannot(pool: RankPool) -> None:
-    """Nobody waits for a host that has left."""
-    for text in pool.run(4, refuse_on_one_host, timeout=40):
+@pytest.mark.parametrize("levels", [1, 2])
+def test_all_hosts_hear_why_one_cannot(pool: RankPool, levels: int) -> None:
+    """Nobody waits for a host that has left, whichever level it refuses on."""
+    for text in pool.run(4, refuse_on_one_host, levels, timeout=40):
         assert "gradients cannot be resident" in text
+
+
+def said_to_be_near() -> bool:
+    """Call four ranks that share no memory a host, of which two such would be."""
+    group = dist.new_group()
+    use_network(group)
+    peers = peers_of(group)
+    try:
+        return can_pair(Int4(), Route(peers, peers, peers, [(0, 1, 2, 3), (4, 5, 6, 7)]))
+    finally:
+        dist.destroy_process_group(group)
+
+
+def test_a_host_that_is_several_is_none(pool: RankPool) -> None:
+    """Slices of those that are not near would never be written."""
+    assert pool.run(4, said_to_be_near) == [False] * 4
 
 
 def one_host_cannot() -> tuple[dict[str, torch.Tensor], int]:

@@ -50,7 +50,7 @@ class Reductions:
         """
         shared, own = Shared(buffer), self.own_peers(peers)
         if notes is None:
-            self.submit(lambda: shared.landed(self.reduce(buffer, own, slot)))
+            self.submit(lambda: shared.landed(self._alone(buffer, own, slot)))
         else:
             self.submit(lambda: self._launch(shared, notes, own, slot))
         return shared
@@ -84,6 +84,11 @@ class Reductions:
             return self._land(self._start(buffer, peers, slot))
         except Exception as error:  # whatever it is, it belongs to whoever waits
             return error
+
+    def _alone(self, buffer: torch.Tensor, peers: Peers, slot: str) -> Exception | None:
+        """Reduce when nothing is on its way: slots are then opened and freed in one order."""
+        self._back.drain()
+        return self.reduce(buffer, peers, slot)
 
     @torch.no_grad()
     def _launch(self, shared: Shared, notes: torch.Tensor, peers: Peers, slot: str) -> None:
@@ -130,7 +135,7 @@ class _Line:
     """Jobs on a thread of their own, in the order in which they come."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
         self._thread = threading.Thread(target=_work, args=(self._jobs,), daemon=True)
         self._thread.start()
 
@@ -138,8 +143,12 @@ class _Line:
         """Add a job; None: there will be no more."""
         self._jobs.put(job)
 
+    def drain(self) -> None:
+        """Return when all jobs so far are done."""
+        self._jobs.join()
+
     def end(self) -> None:
-        """Return when all jobs are done; safe to call twice."""
+        """Return when all jobs are done, with the thread; safe to call twice."""
         self.put(None)
         self._thread.join()
 
@@ -178,11 +187,12 @@ def check_reducer(reducer: object) -> None:
     check_suits_gradients(reducer)
 
 
-def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
+def _work(jobs: queue.Queue[Job | None]) -> None:
     """Run jobs until there is None; knows the queue only, so that its owner can be freed."""
     while (job := jobs.get()) is not None:
         job()
         del job  # with the buffer that it holds
+        jobs.task_done()
 
 
 def future_of(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

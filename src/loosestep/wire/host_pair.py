@@ -61,6 +61,8 @@ def can_pair(inner: Reducer, route: Route) -> bool:
         and route.whole.weights is None
         and len(route.hosts) == 2
         and 1 < route.inside.size <= MOST_RANKS
+        # All of them near: what is called a host may be several.
+        and len(board_of(route.inside).neighbours) == route.inside.size - 1
         and codec_c.available(torch.empty(0))
     )
 
@@ -76,6 +78,7 @@ class HostPair:
         self._task, self._notes, self._route = Task(buffer, route.inside), notes, route
         self._values = _Values(inner, f"{route.across.level}/{slot}", self._task.mine)
         self._name, self._sent, self._done = slot, False, False
+        self._bad_members: list[int] = []  # of the whole group: their values are not finite
         self._head = BITS_BYTES + 4 * notes.numel()
         self._board = board_of(route.inside)
         self._slot = Slot(self._board, route.inside)
@@ -88,9 +91,19 @@ class HostPair:
 
     def advance(self) -> None:
         """Pack my slice and send it, as soon as the neighbours' values are there."""
-        if self._sent:
-            return
-        self._sent = True
+        if not self._sent:
+            self._sent = True
+            self._send()
+
+    def wait(self) -> None:
+        """Leave the mean in the buffer and in the notes; to wait again changes nothing."""
+        self.advance()
+        if not self._done:
+            self._done = True
+            self._receive()
+        contributors(self._route.whole, self._bad_members, NonFinite.RAISE, self._name)
+
+    def _send(self) -> None:
         self._look()
         room = (self._head + self._values.nbytes, torch.uint8, torch.device("cpu"))
         self._mine, self._theirs = STAGING.take(*room), STAGING.take(*room)
@@ -100,12 +113,7 @@ class HostPair:
         back = Message(self._theirs, twin, outgoing=False)
         self._arriving, self._leaving = self._route.across.post([back, there], self._tag)
 
-    def wait(self) -> None:
-        """Leave the mean in the buffer and in the notes; to wait again is harmless."""
-        self.advance()
-        if self._done:
-            return
-        self._done = True
+    def _receive(self) -> None:
         self._arriving.wait()
         found = self._hear()
         if not found:
@@ -119,7 +127,7 @@ class HostPair:
         self._leaving.wait()
         STAGING.give(self._mine)
         STAGING.give(self._theirs)
-        contributors(self._route.whole, self._members(found), NonFinite.RAISE, self._name)
+        self._bad_members = self._members(found)
 
     def _look(self) -> None:
         """Find all replicas of my slice, in the order of ranks, and add up the host's notes."""

@@ -30,7 +30,7 @@ from loosestep.policies import choose
 from loosestep.tensors import Named
 from loosestep.wire.division import Division
 from loosestep.wire.exchange import Task
-from loosestep.wire.host_pair import HostPair, can_pair
+from loosestep.wire.host_pair import HostPair, Route, can_pair
 from loosestep.wire.links import board_of, largest
 from loosestep.wire.mean import Mean, MeanInFlight
 from loosestep.wire.memory import place_of
@@ -145,8 +145,9 @@ class TwoLevel:
             memory = room(size, devices, near)
         except NotAttachable as error:
             refusal = str(error)
-        for peers, way in ways:  # the other hosts would wait for this one
-            able = way is not None and can_pair(self.inner, way.route(peers))
+        # The widest first, so that all hosts hear of one that cannot: they would wait for it.
+        for peers, way in sorted(ways, key=lambda pair: -pair[0].size):
+            able = way is not None and self._can_pair(way.route(peers))
             said = peers.exchange(json.dumps([refusal, able]).encode())
             heard = [json.loads(payload) for payload in said]
             if any(reason for reason, _ in heard):
@@ -154,6 +155,9 @@ class TwoLevel:
             assert peers.process_group is not None
             self._pairs[peers.process_group] = all(able for _, able in heard)
         return memory
+
+    def _can_pair(self, route: Route) -> bool:
+        return self.hosts is Hosts.DIFFER and can_pair(self.inner, route)
 
     def takes_notes(self, buffer: torch.Tensor, peers: Peers) -> bool:
         """Say whether ``start_noted`` can be used; the same on all ranks."""
