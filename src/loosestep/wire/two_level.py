@@ -59,6 +59,9 @@ _ways: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int | None, Ways | None
     weakref.WeakKeyDictionary()
 )
 
+# Whether all ranks of a group can take two passes, by the reducer that has made rooms for it.
+_pairs: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
+
 
 class TwoLevel:
     """Average inside hosts first and send one copy a host to the others, by ``inner``.
@@ -92,9 +95,6 @@ class TwoLevel:
         self.on_nonfinite = getattr(self.inner, "on_nonfinite", None)
         self._hosts_of: dict[int, list[tuple[int, ...]]] = {}  # by the size of the group
         self._most_bytes: dict[int, int] = {}  # that go through a host's memory as one
-        # The groups of two hosts whose ranks can all do it in two passes.
-        self._pairs: weakref.WeakKeyDictionary[dist.ProcessGroup, bool]
-        self._pairs = weakref.WeakKeyDictionary()
 
     def bind(self, named: Sequence[Named], peers: Peers) -> None:
         """Make the process groups inside and between hosts; collective."""
@@ -153,7 +153,7 @@ class TwoLevel:
             if any(reason for reason, _ in heard):
                 raise NotAttachable(next(reason for reason, _ in heard if reason))
             assert peers.process_group is not None
-            self._pairs[peers.process_group] = all(able for _, able in heard)
+            _pairs[peers.process_group] = all(able for _, able in heard)
         return memory
 
     def _can_pair(self, route: Route) -> bool:
@@ -162,7 +162,7 @@ class TwoLevel:
     def takes_notes(self, buffer: torch.Tensor, peers: Peers) -> bool:
         """Say whether ``start_noted`` can be used; the same on all ranks."""
         group = peers.process_group
-        if peers.size == 1 or group is None or not self._pairs.get(group, False):
+        if peers.size == 1 or group is None or not _pairs.get(group, False):
             return False
         ways = self._ways_of(peers)
         assert ways is not None, "there are two hosts"
