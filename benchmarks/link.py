@@ -22,7 +22,7 @@ from benchmarks.contenders import alternate, rows
 from benchmarks.report import Row
 from loosestep import Cast, Int4, Int8, Mean, PeriodicModelAverager, Reducer, TwoLevel
 from loosestep.groups import world_group
-from tests.netns import TwoHosts, missing
+from tests.support.netns import TwoHosts, missing
 
 RATES = ("200mbit", "50mbit")
 LAYERS, WIDTH, BATCH = 16, 512, 192

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks.contenders import alternate, rows
 from benchmarks.report import Row
 from benchmarks.zero import BATCHES, WIDTH, contenders, model
-from tests.netns import TwoHosts, missing
+from tests.support.netns import TwoHosts, missing
 
 RATE = "1gbit"
 

@@ -31,7 +31,7 @@ from loosestep import (
 )
 from loosestep.telemetry import Sink
 from loosestep.testing import RankPool
-from tests.oracle import close, equal, loss_of, make_net, sgd, snapshot
+from tests.support.oracle import close, equal, loss_of, make_net, sgd, snapshot
 
 
 def go(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from loosestep.runs import INFO_FILE
 from loosestep.trainer import checkpoint
-from tests.commands import MODULE, TINY, Done, call, command, read_json
+from tests.support.commands import MODULE, TINY, Done, call, command, read_json
 
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 400
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loosestep.trainer import checkpoint
-from tests.commands import TINY, Done, begun, call
+from tests.support.commands import TINY, Done, begun, call
 
 SECONDS = 120  # all of them at once, on few processors
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from loosestep import Cast, Mean, PeerLost, Strategy, attach, every
-from tests.netns import TwoHosts, missing, sent
+from tests.support.netns import TwoHosts, missing, sent
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 

@@ -16,7 +16,17 @@ from loosestep.trainer import contenders
 from loosestep.trainer.mistakes import BadInput
 from loosestep.trainer.specs import OURS as OURS_BY_NAME
 from loosestep.trainer.specs import parse_spec
-from tests.commands import MODULE, TINY, Done, begun, call, command, read_json, steps_in, until
+from tests.support.commands import (
+    MODULE,
+    TINY,
+    Done,
+    begun,
+    call,
+    command,
+    read_json,
+    steps_in,
+    until,
+)
 
 needs_namespaces = pytest.mark.skipif(bool(missing()), reason=missing())
 OURS = "post_local_sgd:period=4,warmup=0,wire=int8,gradients=none"

@@ -34,6 +34,7 @@ from loosestep.groups import own_group, world_group
 from loosestep.peers import Message, Peers, Transfer, peers_of
 from loosestep.testing import RankPool
 from loosestep.wire import codec_c
+from tests.support.compressed import by_steps, oracle
 
 SIZES = [0, 1, 2, 3, 5, 255, 257, 1000, 4999]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -63,76 +64,6 @@ def values(
 
 
 # The oracle: what every codec does to values, written plainly, and the mean of two phases.
-
-
-def by_steps(x: torch.Tensor, most: int, block: int) -> torch.Tensor:
-    out = []
-    for lot in x.split(block):
-        scale = lot.abs().max() / most
-        out.append(torch.round(lot / scale) * scale if scale > 0 else lot * 0)
-    return torch.cat(out)
-
-
-def by_levels(x: torch.Tensor) -> torch.Tensor:
-    out = []
-    for lot in x.split(256):
-        rms = lot.double().square().mean().sqrt().float()
-        size = torch.where(lot.abs() > 0.9816 * rms, 1.510 * rms, 0.4528 * rms)
-        out.append(torch.where(lot < 0, -size, size))
-    return torch.cat(out)
-
-
-def by_signs(x: torch.Tensor) -> torch.Tensor:
-    out = []
-    for lot in x.split(256):
-        rms = lot.double().square().mean().sqrt().float()
-        out.append(torch.where(lot.abs() > 0.612 * rms, lot.sign() * (1.224 * rms), 0.0))
-    return torch.cat(out)
-
-
-def by_size(x: torch.Tensor, density: float) -> torch.Tensor:
-    wanted = max(1, math.ceil(round(density * x.numel(), 6)))
-    order = x.abs().sort(descending=True, stable=True).indices[:wanted]
-    out = torch.zeros_like(x)
-    out[order] = x[order]
-    return out
-
-
-LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "int8": lambda x: by_steps(x, 127, 256),
-    "int8 of 7": lambda x: by_steps(x, 127, 7),
-    "int4": lambda x: by_steps(x, 7, 256),
-    "int2": by_levels,
-    "ternary": by_signs,
-    "topk": lambda x: by_size(x, 0.1),
-    "all": lambda x: x,
-}
-
-
-def oracle(
-    replicas: Sequence[torch.Tensor], name: str, weights: Sequence[float] | None = None
-) -> torch.Tensor:
-    """Return what all ranks must hold: parts are lossy on the way there and on the way back.
-
-    Between two ranks there is one part, and no way back.
-    """
-    size, numel, dtype = len(replicas), replicas[0].numel(), replicas[0].dtype
-    if size == 1:
-        return replicas[0]
-    given = weights or [1.0] * size
-    parts = []
-    count = 1 if size == 2 else size
-    for p in range(count):
-        start, stop = numel * p // count, numel * (p + 1) // count
-        if start == stop:
-            continue
-        total = torch.zeros(stop - start)
-        for replica, weight in zip(replicas, given, strict=True):
-            if weight > 0:
-                share = torch.tensor(weight / sum(given), dtype=torch.float32)
-                total = total + share * LOSSES[name](replica[start:stop].float())
-        parts.append(total if size == 2 else LOSSES[name](total))
-    return torch.cat(parts).to(dtype) if parts else replicas[0]
 
 
 class Counting:

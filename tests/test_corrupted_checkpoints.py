@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from loosestep.trainer import checkpoint
-from tests.commands import TINY, call, read_json
+from tests.support.commands import TINY, call, read_json
 
 CORRUPTED = "corrupted: its content is not what was written; take an older one"
 

@@ -42,7 +42,7 @@ from loosestep.peers import Peers
 from loosestep.testing import RankPool, run_ranks
 from loosestep.wire import Handle
 from loosestep.wire.division import shares
-from tests.oracle import loss_of, make_net, sgd
+from tests.support.oracle import loss_of, make_net, sgd
 
 STEPS = 9
 HOSTS = {"host": 2, "world": 4}

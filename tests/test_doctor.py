@@ -24,7 +24,7 @@ from loosestep.doctor import (
 )
 from loosestep.lab import EmulatedHosts, Link, missing
 from loosestep.testing import RankPool
-from tests.test_lab import is_at, run_on
+from tests.support.emulated import is_at, run_on
 
 
 def found(name: str) -> Finding:

@@ -21,7 +21,7 @@ from loosestep import (
     post_localSGD_hook,
 )
 from loosestep.testing import RankPool
-from tests.oracle import average, equal, loss_of, make_net, sgd, snapshot
+from tests.support.oracle import average, equal, loss_of, make_net, sgd, snapshot
 
 STEPS = 11
 

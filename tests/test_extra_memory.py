@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +10,8 @@ import torch.distributed as dist
 
 from loosestep import Strategy, attach, average_parameters, every
 from loosestep.testing import run_ranks
+from tests.support.memory import MB, extra_bytes
 
-MB = 1 << 20
 LIMIT = 64 * MB  # whatever the model's size
 
 
@@ -29,22 +26,6 @@ def make_model() -> torch.nn.ParameterList:
         parameter.detach().fill_(dist.get_rank())
     assert sum(p.nbytes for p in model) > 400 * MB
     return model
-
-
-def figure(name: str) -> int:
-    """Return one of the kernel's figures about this process, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) << 10
-
-
-def extra_bytes(action: Callable[[], object]) -> int:
-    """Return by how much the process grew in between, shared and file pages included."""
-    # What the heap has free but keeps would hide as much of what comes next.
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
-    before = figure("VmRSS")
-    action()
-    return figure("VmHWM") - before
 
 
 def measure(way: str, transport: str) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,32 +24,12 @@ from loosestep.flat import OWN_WINDOW_BYTES
 from loosestep.peers import Peers
 from loosestep.testing import RankPool, RanksFailed
 from loosestep.wire import Handle, Mean, Traffic
-from tests.test_testing import eventually, running
+from tests.support.faults import FAULTS, Fault, kill, use
+from tests.support.processes import eventually, running
 
 TIMEOUT = 1.0  # seconds for every wait on a rank that hangs
 PATIENCE = 20.0  # for one that is killed: what is found out much earlier was not a time-out
 SLACK = 2.0  # for asking the other survivors, and for few cores
-
-Fault = Callable[[], None]
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def sleep() -> None:
-    time.sleep(600)
-
-
-def bug() -> None:
-    raise ZeroDivisionError("a bug in the user's code")
-
-
-FAULTS: dict[str, Fault] = {"kill": kill, "stop": stop, "sleep": sleep, "bug": bug}
 
 
 class FaultyMean(Mean):
@@ -177,10 +156,6 @@ def attempt(step: Callable[[], object]) -> Attempt:
     except PeerLost as error:
         return Attempt("PeerLost", error.ranks, str(error), time.monotonic() - began)
     return Attempt("nothing", (), "", time.monotonic() - began)
-
-
-def use(transport: str) -> None:
-    os.environ["LOOSESTEP_SHARED_MEMORY"] = "0" if transport == "network" else "1"
 
 
 def survive(way: str, plan: Plan) -> tuple[Attempt, Attempt]:

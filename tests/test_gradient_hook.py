@@ -32,7 +32,7 @@ from loosestep.hooks.compressed import reduce_bucket
 from loosestep.hooks.reductions import Reductions
 from loosestep.peers import peers_of
 from loosestep.testing import RankPool
-from tests.oracle import batch, loss_of, make_net, snapshot
+from tests.support.oracle import batch, loss_of, make_net, snapshot
 
 TINY_MB = 0.0005  # some 500 bytes: many buckets, which DDP deals anew after the first backward
 TIMEOUT = 1.0

@@ -40,12 +40,11 @@ from loosestep.wire.codec_blocks import Blocks
 from loosestep.wire.host_pair import HostPair, Route, can_pair
 from loosestep.wire.links import use_network
 from loosestep.wire.mean import mean_into
-from tests.oracle import equal, snapshot
-from tests.test_codecs import floats, same_bits
-from tests.test_gradient_reducer import parameters
-from tests.test_gradient_reducer import train as train_in_phases
-from tests.test_proofs import Experts
-from tests.test_resident_gradients import Mixed, backward, loss_of
+from tests.support.codecs import floats, same_bits
+from tests.support.gradients import parameters
+from tests.support.gradients import train as train_in_phases
+from tests.support.oracle import Experts, equal, snapshot
+from tests.support.resident import Mixed, backward, loss_of
 
 STEPS = 6
 PLACE = "loosestep.wire.two_level"

@@ -13,7 +13,7 @@ from loosestep import Telemetry, Topology
 from loosestep.testing import RankPool
 from loosestep.trainer.in_tree import CONTENDERS, InTree
 from loosestep.trainer.sharing import OptimizerPlan
-from tests.oracle import loss_of, make_net
+from tests.support.oracle import loss_of, make_net
 
 STEPS = 7
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from loosestep import Topology
 from loosestep.lab import CannotEmulate, EmulatedHosts, Link, missing
-from tests.netns import Rank
+from tests.support.emulated import is_at, run_on, start
 
 needs_namespaces = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -54,29 +53,6 @@ def hosts() -> Iterator[EmulatedHosts]:
         yield made
 
 
-def start(
-    hosts: EmulatedHosts, body: Callable[..., Any], *args: Any, rank: int, host: int, size: int
-) -> Rank:
-    """Start a body as one of ``size`` ranks on a host."""
-    command = [sys.executable, "-m", "tests.netns", body.__module__, body.__name__]
-    own = {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-    environment = os.environ | hosts.environment(host) | own
-    return Rank([*hosts.inside(host), *command, json.dumps(args)], environment)
-
-
-def run_on(
-    hosts: EmulatedHosts, body: Callable[..., Any], per_host: int, *args: Any, timeout: float = 60
-) -> list[Any]:
-    """Run a body on ``per_host`` ranks of every host and return the results by rank."""
-    size = per_host * hosts.num_hosts
-    ranks = [start(hosts, body, *args, rank=r, host=r // per_host, size=size) for r in range(size)]
-    try:
-        return [rank.result(timeout) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-
-
 def transfer(hosts: EmulatedHosts, source: int, target: int, num_bytes: int) -> float:
     """Send bytes from one host to another through TCP; return bytes per second."""
     python = [sys.executable, "-I", "-S", "-c"]
@@ -91,14 +67,6 @@ def transfer(hosts: EmulatedHosts, source: int, target: int, num_bytes: int) -> 
     finally:
         listener.kill()
         listener.communicate(timeout=10)
-
-
-def is_at(found: float, rate: float) -> bool:
-    """Return whether so much went through a link of a rate.
-
-    More never does. Less may: whoever sends and receives shares the machine with others.
-    """
-    return 0.3 * rate < found < 1.15 * rate
 
 
 @needs_namespaces

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from loosestep import ZeroRedundancyOptimizer, hook_with_zero_step
 from loosestep.testing import RankPool
 from loosestep.wire import links
-from tests.oracle import loss_of, make_net, snapshot
+from tests.support.oracle import loss_of, make_net, snapshot
 
 
 def train(read: str, with_hook: str) -> tuple[dict[str, torch.Tensor], bool, int]:

@@ -43,7 +43,16 @@ from loosestep.overlap import Copies, add_, differ_
 from loosestep.peers import Peers
 from loosestep.testing import RankPool, run_ranks
 from loosestep.wire import Handle
-from tests.oracle import Net, average, equal, loss_of, make_net, sgd, snapshot, train_replicas
+from tests.support.oracle import (
+    Net,
+    average,
+    equal,
+    loss_of,
+    make_net,
+    sgd,
+    snapshot,
+    train_replicas,
+)
 
 STEPS = 11
 

@@ -25,7 +25,8 @@ from loosestep import (
     zero,
 )
 from loosestep.testing import RankPool
-from tests.oracle import (
+from tests.support.oracle import (
+    Experts,
     average,
     close,
     equal,
@@ -280,19 +281,6 @@ def test_resuming_at_any_step_continues_to_the_bit(pool: RankPool, recipe: str) 
     for stop in range(8):
         assert pool.run(2, interrupted, recipe, stop, "plain") == [True, True], (recipe, stop)
     assert pool.run(2, interrupted, recipe, 5, "ddp") == [True, True]
-
-
-class Experts(torch.nn.Module):
-    """Two experts, of which a rank uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
-        self.unused = torch.nn.Linear(4, 4)
-
-    def forward(self, inputs: torch.Tensor, which: int) -> torch.Tensor:
-        return self.experts[which](inputs)
 
 
 def train_experts(recipe: str) -> dict[str, torch.Tensor]:

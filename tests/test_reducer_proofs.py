@@ -44,11 +44,20 @@ from loosestep.peers import peers_of
 from loosestep.references import References
 from loosestep.testing import RankPool
 from loosestep.wire import mean_into
-from tests.oracle import Net, close, equal, exact_mean, loss_of, make_net, sgd, snapshot
-from tests.test_compressed import LOSSES
-from tests.test_compressed import oracle as compressed_mean
-from tests.test_optimizers import VARIANTS, build
-from tests.test_proofs import Experts
+from tests.support.compressed import LOSSES
+from tests.support.compressed import oracle as compressed_mean
+from tests.support.optimizers import VARIANTS, build
+from tests.support.oracle import (
+    Experts,
+    Net,
+    close,
+    equal,
+    exact_mean,
+    loss_of,
+    make_net,
+    sgd,
+    snapshot,
+)
 
 STEPS, PERIOD = 10, 3
 

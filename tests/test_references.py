@@ -33,7 +33,7 @@ from loosestep.wire import Handle
 from loosestep.wire.feedback import ErrorFeedback
 from loosestep.wire.nonfinite import NonFinite
 from loosestep.wire.quantize import Int4
-from tests.oracle import average, equal, loss_of, make_net, sgd, snapshot
+from tests.support.oracle import average, equal, loss_of, make_net, sgd, snapshot
 
 
 class Eighths(Mean):

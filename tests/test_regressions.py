@@ -38,7 +38,7 @@ from loosestep.groups import private_twin, world_group
 from loosestep.hooks import plain
 from loosestep.peers import peers_of
 from loosestep.testing import RankPool
-from tests.oracle import equal, loss_of, make_net, sgd, snapshot
+from tests.support.oracle import equal, loss_of, make_net, sgd, snapshot
 
 
 def two_in_flight() -> tuple[float, float, float]:

@@ -42,7 +42,7 @@ from loosestep.trainer.contenders import divided
 from loosestep.trainer.mistakes import BadInput
 from loosestep.trainer.specs import parse_spec
 from loosestep.work import Work
-from tests.oracle import equal, loss_of, make_net, sgd, snapshot
+from tests.support.oracle import equal, loss_of, make_net, sgd, snapshot
 
 HOSTS = {"host": 2, "world": 4}
 

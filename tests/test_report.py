@@ -19,7 +19,7 @@ from loosestep.report.course import Point
 from loosestep.report.drawing import drawing, thinned, timeline
 from loosestep.report.facts import facts_of
 from loosestep.runs import NotARun, log_file, read_run
-from tests.report_runs import (
+from tests.support.report_runs import (
     DDP,
     LOCAL,
     TWO_LEVELS,

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import report, training
 from loosestep.report.facts import Facts, facts_of
 from loosestep.runs import read_run
-from tests.report_runs import Made, write_run
+from tests.support.report_runs import Made, write_run
 
 LINK = {"rate": "100mbit", "hosts": 2, "workers_per_host": 2}
 

@@ -16,7 +16,15 @@ import pytest
 
 from loosestep.report import make_report, write_report
 from loosestep.runs import Run, read_run
-from tests.report_runs import DDP, LOCAL, TWO_LEVELS, Made, val_loss, worker_records, write_run
+from tests.support.report_runs import (
+    DDP,
+    LOCAL,
+    TWO_LEVELS,
+    Made,
+    val_loss,
+    worker_records,
+    write_run,
+)
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page

@@ -12,8 +12,8 @@ from loosestep.cli import hosts
 from loosestep.cli.table import rows
 from loosestep.report.facts import facts_of
 from loosestep.runs import read_run
-from tests.commands import TINY, call, read_json
-from tests.report_runs import DDP, write_run
+from tests.support.commands import TINY, call, read_json
+from tests.support.report_runs import DDP, write_run
 
 
 def test_a_comparison_without_its_link_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

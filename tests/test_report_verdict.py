@@ -9,7 +9,7 @@ import pytest
 from loosestep.report.facts import ALONE
 from loosestep.report.verdict import baseline, target_loss
 from loosestep.trainer.specs import alone
-from tests.report_runs import DDP, LOCAL, TWO_LEVELS, facts_and_verdict, val_loss, write_run
+from tests.support.report_runs import DDP, LOCAL, TWO_LEVELS, facts_and_verdict, val_loss, write_run
 
 
 def test_verdict_on_one_run(tmp_path):

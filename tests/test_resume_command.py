@@ -11,7 +11,7 @@ import torch
 from loosestep.runs import read_run
 from loosestep.trainer import checkpoint
 from loosestep.trainer.settings import Settings
-from tests.commands import (
+from tests.support.commands import (
     TINY,
     alive,
     begun,

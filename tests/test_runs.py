@@ -23,8 +23,8 @@ from loosestep.report import write_report
 from loosestep.report.facts import facts_of
 from loosestep.runs import INFO_FILE, NotARun, read_info, read_run, write_whole
 from loosestep.trainer.mistakes import BadInput
-from tests.commands import TINY, call, read_json
-from tests.report_runs import DDP, write_run
+from tests.support.commands import TINY, call, read_json
+from tests.support.report_runs import DDP, write_run
 
 SHORT = replace(DDP, steps=3)
 

@@ -30,8 +30,8 @@ from loosestep.groups import world_group
 from loosestep.peers import peers_of
 from loosestep.testing import RankPool
 from loosestep.wire import codec_c, codec_torch
-from tests.oracle import loss_of, make_net, snapshot
-from tests.test_codecs import floats, same_bits
+from tests.support.codecs import floats, same_bits
+from tests.support.oracle import loss_of, make_net, snapshot
 
 STEPS = 12
 

@@ -37,14 +37,10 @@ from loosestep.wire import fused, links, mean_into, segments
 from loosestep.wire.board import ARENA_BYTES, WINDOW_BYTES, Layout
 from loosestep.wire.mean import _reduce_plainly, reduce_into
 from loosestep.wire.segments import Segment
-from tests.oracle import equal, exact_mean, loss_of, make_net, sgd, snapshot
+from tests.support.oracle import equal, exact_mean, loss_of, make_net, sgd, snapshot
+from tests.support.values import values
 
 SIZES = [1, 2, 3, 1023, 4097, WINDOW_BYTES // 4 - 1, WINDOW_BYTES // 4 + 5, 1_500_001]
-
-
-def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * rank + numel)
-    return torch.randn(numel, generator=generator).to(dtype)
 
 
 # The arithmetic: C and torch give the same bits.

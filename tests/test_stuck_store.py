@@ -23,7 +23,7 @@ def test_a_stopped_host_of_the_store_is_an_error_in_time(way: str) -> None:
     environment = dict(os.environ, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.stuck_store", str(rank), port, way],
+            [sys.executable, "-m", "tests.support.stuck_store", str(rank), port, way],
             stdout=subprocess.PIPE,
             text=True,
             env=environment,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from loosestep.testing import RankPool, RanksFailed, run_ranks
+from tests.support.processes import eventually, running
 
 
 def total(scale: float) -> tuple[int, float]:
@@ -83,14 +84,6 @@ def unpicklable() -> Callable[[], None]:
     return lambda: None
 
 
-def running(process_id: int) -> bool:
-    try:
-        stat = Path(f"/proc/{process_id}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
 def session_members(session_id: int) -> set[int]:
     """Return the processes that run in a session, zombies left out."""
     members = set()
@@ -102,13 +95,6 @@ def session_members(session_id: int) -> set[int]:
         if int(session) == session_id and state != "Z":
             members.add(int(path.parent.name))
     return members
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 def test_results_come_by_rank():

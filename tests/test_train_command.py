@@ -16,7 +16,7 @@ from PIL import Image
 
 from loosestep.runs import read_run
 from loosestep.trainer.checkpoint import has_checkpoint
-from tests.commands import (
+from tests.support.commands import (
     MODULE,
     TINY,
     Done,

@@ -32,8 +32,8 @@ from loosestep.groups import own_group
 from loosestep.peers import Peers, peers_of
 from loosestep.testing import RankPool
 from loosestep.wire import mean_into
-from tests.netns import TwoHosts, missing, sent
-from tests.test_shared_memory import values
+from tests.support.netns import TwoHosts, missing, sent
+from tests.support.values import values
 
 NUMEL = 700_003  # more than a window, and no multiple of anything
 

@@ -41,7 +41,7 @@ from loosestep.peers import Peers, peers_of
 from loosestep.testing import RankPool
 from loosestep.wire import Handle
 from loosestep.wire.nonfinite import all_finite
-from tests.oracle import equal, loss_of, make_net, sgd, snapshot
+from tests.support.oracle import equal, loss_of, make_net, sgd, snapshot
 
 # Averages under way.
 

@@ -27,8 +27,8 @@ from loosestep import (
     zero,
 )
 from loosestep.testing import RankPool, run_ranks
-from tests.netns import TwoHosts, missing, sent
-from tests.oracle import close, equal, loss_of, make_net, snapshot
+from tests.support.netns import TwoHosts, missing, sent
+from tests.support.oracle import close, equal, loss_of, make_net, snapshot
 
 MB = 1 << 20
 M_MMAP_THRESHOLD = -3

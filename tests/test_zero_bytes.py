@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from loosestep.hooks.zero import hook_with_zero_step, hook_with_zero_step_interleaved
 from loosestep.optim.zero import ZeroRedundancyOptimizer
-from tests.netns import TwoHosts, missing, sent
+from tests.support.netns import TwoHosts, missing, sent
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 

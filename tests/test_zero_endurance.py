@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from loosestep.testing import RankPool
-from tests.test_zero_hooks import Overlapped, Setup, both
-from tests.zero_models import WIDTH
+from tests.support.zero_hooks import Overlapped, Setup, both
+from tests.support.zero_models import WIDTH
 
 WORLD_SIZE = 4
 NUM_STEPS = 1000

@@ -18,8 +18,8 @@ from loosestep.hooks.zero import hook_with_zero_step, hook_with_zero_step_interl
 from loosestep.optim.zero import ZeroRedundancyOptimizer
 from loosestep.optim.zero_options import ZeroOptions
 from loosestep.testing import RankPool
-from tests.test_failures import FAULTS, use
-from tests.zero_models import BUCKET_MB, WIDTH, Layers
+from tests.support.faults import FAULTS, use
+from tests.support.zero_models import BUCKET_MB, WIDTH, Layers
 
 TIMEOUT = 1.5  # seconds for every wait on a rank that hangs
 PATIENCE = 20.0  # for one that is killed: what is found out much earlier was not a time-out

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from loosestep import RankMismatch, ZeroOptions, ZeroRedundancyOptimizer
 from loosestep.testing import RankPool
-from tests.zero_case import loss_of, make_model, pair
+from tests.support.zero_case import loss_of, make_model, pair
 
 optim = torch.optim
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from loosestep.optim.spent import SpentGradient
 from loosestep.optim.zero import ZeroRedundancyOptimizer
 from loosestep.testing import RankPool
-from tests.test_zero_hooks import HOOKS, Overlapped, Setup, Side, both
-from tests.zero_models import WIDTH
+from tests.support.zero_hooks import HOOKS, Overlapped, Setup, Side, both
+from tests.support.zero_models import WIDTH
 
 Raised = tuple[str, str]  # the error's class and its text
 

@@ -18,8 +18,7 @@ from loosestep import (
     hook_with_zero_step_interleaved,
 )
 from loosestep.testing import RankPool
-from tests.test_zero_state import same
-from tests.zero_case import OwnTrust, loss_of, make_model
+from tests.support.zero_case import OwnTrust, loss_of, make_model, same
 
 BUCKET_MB = 0.005  # several buckets
 HOOKS = {"at once": hook_with_zero_step, "interleaved": hook_with_zero_step_interleaved}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from loosestep import ZeroOptions, ZeroRedundancyOptimizer
 from loosestep.optim.kinds import ELEMENTWISE
 from loosestep.testing import RankPool
-from tests.zero_case import (
+from tests.support.zero_case import (
     OwnHeun,
     OwnSign,
     OwnTrust,

@@ -13,7 +13,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from loosestep import RankMismatch, ZeroOptions, ZeroRedundancyOptimizer
 from loosestep.testing import RankPool, run_ranks
-from tests.zero_case import OwnSign
+from tests.support.zero_case import OwnSign
 
 optim = torch.optim
 

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from loosestep import ZeroOptions, ZeroRedundancyOptimizer
 from loosestep.testing import RankPool, run_ranks
-from tests.test_extra_memory import MB, extra_bytes
-from tests.zero_case import OwnSign, Settings, loss_of, make_model, pair
+from tests.support.memory import MB, extra_bytes
+from tests.support.zero_case import OwnSign, Settings, loss_of, make_model, pair, same
 
 optim = torch.optim
 StateDict = dict[str, Any]
@@ -36,18 +36,6 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], Settings, str, bool | None]]
     "Adagrad": (optim.Adagrad, {"lr": 0.02}, "odd", None),
     "own": (OwnSign, {"lr": 0.02}, "odd", True),
 }
-
-
-def same(one: Any, other: Any) -> bool:
-    """Say whether two values are equal to the bit, with dtype and strides."""
-    if isinstance(one, torch.Tensor):
-        layout = (one.dtype, one.stride()) == (other.dtype, other.stride())
-        return layout and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and one == other
 
 
 def refuse(*_: Any, **__: Any) -> NoReturn:

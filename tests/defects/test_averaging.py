@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from loosestep import average_parameters
 from loosestep.testing import RankPool
-from tests.defects.contenders import attempt, both, library, torch_fails
+from tests.support.defects import attempt, both, library, torch_fails
 
 
 def fill(model: torch.nn.Module, value: float) -> None:

@@ -15,7 +15,7 @@ import loosestep
 from loosestep import LoosestepWarning, Topology, attach, hierarchical_sgd
 from loosestep.errors import forget_warnings
 from loosestep.testing import RankPool, run_ranks
-from tests.defects.contenders import Loop, all_three, attempt, both, library, scalar, torch_fails
+from tests.support.defects import Loop, all_three, attempt, both, library, scalar, torch_fails
 
 PLANS = [(4, 2), (4, 0), (3, 5), (2, 7)]
 

@@ -25,7 +25,7 @@ from loosestep import LoosestepWarning, PostLocalSGDState, attach, every
 from loosestep.errors import forget_warnings
 from loosestep.recipes import Strategy
 from loosestep.testing import RankPool
-from tests.defects.contenders import Loop, all_three, attempt, both, library, torch_fails
+from tests.support.defects import Loop, all_three, attempt, both, library, torch_fails
 
 
 def share_inside_host(name: str) -> list[float]:

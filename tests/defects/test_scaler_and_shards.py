@@ -23,7 +23,7 @@ from loosestep import (
     post_local_sgd,
 )
 from loosestep.testing import RankPool, run_ranks
-from tests.defects.contenders import all_three, attempt, library, scalar, torch_fails
+from tests.support.defects import all_three, attempt, library, scalar, torch_fails
 
 Fact = tuple[int, float, list[float]]
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from loosestep.hooks import zero as our_hooks
 from loosestep.optim.zero import ZeroRedundancyOptimizer
 from loosestep.testing import RankPool
-from tests.defects.contenders import attempt, both, torch_fails
+from tests.support.defects import attempt, both, torch_fails
 
 BUCKET_MB = 0.001  # less than a layer's gradients
 

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from loosestep.testing import RankPool, RanksFailed
-from tests.upstream.case import run_upstream_test
-from tests.upstream.rewrite import PATTERNS, on_cpu, read_methods, wanted, with_helpers
+from tests.support.upstream_case import run_upstream_test
+from tests.support.upstream_rewrite import PATTERNS, on_cpu, read_methods, wanted, with_helpers
 
 METHODS = read_methods()
 NAMES = wanted(METHODS)

@@ -28,7 +28,7 @@ INTERFACE = "eth0"
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
 SEGMENT_BYTES = 1448  # what a frame of 1500 bytes carries
 PORT = "29500"  # of the store on the first host, where nobody else listens
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def missing() -> str:

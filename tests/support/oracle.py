@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from loosestep import Strategy, Topology
+from loosestep import (
+    Strategy,
+    Topology,
+)
 
 Batches = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]  # (rank, step) -> inputs, labels
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
@@ -151,3 +154,16 @@ def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         torch.allclose(one[k], other[k], rtol=1e-4, atol=1e-6) for k in one
     )
+
+
+class Experts(torch.nn.Module):
+    """Two experts, of which a rank uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+        self.unused = torch.nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor, which: int) -> torch.Tensor:
+        return self.experts[which](inputs)

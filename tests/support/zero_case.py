@@ -193,3 +193,15 @@ class OwnHeun(torch.optim.Optimizer):
                     if parameter.grad is not None:
                         parameter.sub_(parameter.grad, alpha=group["lr"] / 2)
         return losses[0]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Say whether two values are equal to the bit, with dtype and strides."""
+    if isinstance(one, torch.Tensor):
+        layout = (one.dtype, one.stride()) == (other.dtype, other.stride())
+        return layout and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other

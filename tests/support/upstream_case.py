@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.upstream.rewrite import MODULE, on_cpu, read_methods, source_path, with_helpers
+from tests.support.upstream_rewrite import MODULE, on_cpu, read_methods, source_path, with_helpers
 
 # Names of the wheel's test module that stand for a module under test.
 SUBJECTS = [
