@@ -100,13 +100,13 @@ def test_without_a_compiler() -> None:
     code = "from loosestep.doctor.machine import *; print(*map(str, inspect_machine()), sep='\\n')"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=os.environ | {"LOOSESTEP_FUSED": "0", "LOOSESTEP_SHARED_MEMORY": "0"},
+        env=os.environ | {"LOOSESTEP_NATIVE": "0", "LOOSESTEP_SHARED_MEMORY": "0"},
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    assert "unset LOOSESTEP_FUSED" in done.stdout
+    assert "unset LOOSESTEP_NATIVE" in done.stdout
     assert "unset LOOSESTEP_SHARED_MEMORY" in done.stdout
 
 

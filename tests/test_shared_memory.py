@@ -29,11 +29,12 @@ from loosestep import (
     attach,
     average_,
     hierarchical_sgd,
+    native,
 )
 from loosestep.groups import own_group
 from loosestep.peers import peers_of
 from loosestep.testing import RankPool
-from loosestep.wire import fused, links, mean_into, segments
+from loosestep.wire import links, mean_into, segments
 from loosestep.wire.board import ARENA_BYTES, WINDOW_BYTES, Layout
 from loosestep.wire.mean import _reduce_plainly, reduce_into
 from loosestep.wire.segments import Segment
@@ -51,7 +52,6 @@ replica_lists = st.integers(1, 5).flatmap(
 )
 
 
-@pytest.mark.skipif(fused.library("mean") is None, reason="no C compiler")
 @given(rows=replica_lists, weighted=st.booleans(), data=st.data())
 def test_the_loop_in_c_gives_the_bits_of_torch(
     rows: list[list[float]], weighted: bool, data: st.DataObject
@@ -438,11 +438,11 @@ def test_trains_carry_weights_and_dtypes(pool: RankPool, world: int) -> None:
 
 
 def without_loops() -> tuple[bool, bool]:
-    """Average where one rank has no compiler."""
+    """Average where one rank has no loops in C."""
     rank, world = dist.get_rank(), dist.get_world_size()
     group = own_group(tuple(range(world)), 20)
-    has = fused.library("mean") if rank else None
-    with mock.patch.object(links, "library", return_value=has):
+    has = native.loops() if rank else None
+    with mock.patch.object(links.native, "loops", return_value=has):
         tensors = [values(rank, n, torch.float32) for n in (900_000, 7, 1_200_003)]
         average_(tensors, group)
     board = links.board_of(peers_of(group))
@@ -453,6 +453,6 @@ def without_loops() -> tuple[bool, bool]:
     return all(same), board.fused
 
 
-def test_one_rank_without_a_compiler_stops_trains_for_all(pool: RankPool) -> None:
+def test_one_rank_without_loops_in_c_stops_trains_for_all(pool: RankPool) -> None:
     """The group then goes buffer by buffer, with the same result."""
     assert pool.run(3, without_loops) == [(True, False)] * 3

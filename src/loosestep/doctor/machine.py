@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from loosestep import native
 from loosestep.doctor.findings import Finding, Level
 from loosestep.doctor.network import inspect_network
 from loosestep.doctor.sharing import inspect_sharing
 from loosestep.doctor.words import size
 from loosestep.lab import missing
-from loosestep.wire import fused
 
 LEAST_MEMORY = 1 << 30  # torch alone takes a third of it in every worker
 WORST_RESOLUTION = 1e-4  # seconds; a step on a small model takes some of them
@@ -111,13 +111,14 @@ def _memory() -> Finding:
 
 
 def _loops() -> Finding:
-    if fused.library("mean") is not None and fused.library("codecs") is not None:
-        return Finding("loops in C", "compiled")
-    if os.environ.get("LOOSESTEP_FUSED") == "0":
-        advice = "averages take longer in plain torch: unset LOOSESTEP_FUSED"
+    found = native.loops()
+    if found is not None:
+        return Finding("loops in C", f"built with the package, for {found.target().decode()}")
+    if os.environ.get("LOOSESTEP_NATIVE") == "0":
+        advice = "averages take longer in plain torch: unset LOOSESTEP_NATIVE"
         return Finding("loops in C", "switched off", Level.NOTE, advice)
-    advice = "averages take longer in plain torch: install gcc, or say where it is by CC=..."
-    return Finding("loops in C", "no compiler that works", Level.NOTE, advice)
+    advice = "averages take longer in plain torch, with the same result: " + native.why_not()
+    return Finding("loops in C", "none", Level.NOTE, advice)
 
 
 def _clock() -> Finding:

@@ -18,13 +18,15 @@ from typing import NamedTuple
 
 import torch
 
+from loosestep.native import CONSTANTS, loops
 from loosestep.peers import Peers
-from loosestep.wire.fused import library
 from loosestep.wire.kernel import copy_from, sleep_on, wake
 from loosestep.wire.segments import Segment
 from loosestep.wire.shelf import Shelf
 
-WINDOWS = 3  # of every rank: one is filled, one is summed, one is emptied; as many for trains
+WINDOWS = CONSTANTS[
+    "WINDOWS"
+]  # of every rank: one is filled, one is summed, one is emptied; as many for trains
 WINDOW_BYTES = 4 << 20  # larger: fewer waits; smaller: less memory, and it stays in the cache
 ARENA_BYTES = 24 << 20  # for all ranks' windows of one use on a host, in one group
 SINGLE, TRAINS = "single buffers", "trains"  # the uses of windows
@@ -32,8 +34,9 @@ SLOTS = 128  # buffers and tensors that may be under way at once
 
 # The columns of a slot: where it lies, and the number of the last one that is so far.
 # The last is of the board's owner: the number of the slot that one of its threads sleeps on.
-PLACE, DETAIL, OFFERED, REDUCED, TAKEN, SLEEPER = range(6)
-MARKS = 6
+PLACE, DETAIL, OFFERED = CONSTANTS["PLACE"], CONSTANTS["DETAIL"], CONSTANTS["OFFERED"]
+REDUCED, TAKEN, SLEEPER = CONSTANTS["REDUCED"], CONSTANTS["TAKEN"], CONSTANTS["SLEEPER"]
+MARKS = CONSTANTS["MARKS"]  # how many columns a slot has
 COLUMNS = MARKS * SLOTS
 
 PROBE_SECONDS = 0.02  # how often a waiting rank looks whether its neighbours live
@@ -50,9 +53,9 @@ ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
 def _fence() -> None:
     if not ORDERED:
-        loops = library("mean")
-        assert loops is not None, "without it no memory is shared on such a machine"
-        loops.fence()
+        found = loops()
+        assert found is not None, "without it no memory is shared on such a machine"
+        found.fence()
 
 
 class Home(NamedTuple):

@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 class Loops(enum.Enum):
     """Which loops do a codec's work; the bits are the same."""
 
-    BEST = "best"  # C where there is a compiler and the values are on the CPU, else torch
+    BEST = "best"  # C where it was built and the values are on the CPU, else torch
     C = "c"
     TORCH = "torch"
 

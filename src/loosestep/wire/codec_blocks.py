@@ -15,11 +15,12 @@ import torch
 
 import loosestep.wire.codec_c as codec_c
 import loosestep.wire.codec_torch as codec_torch
+from loosestep.native import CONSTANTS
 from loosestep.wire.codec import Loops, on_device
 from loosestep.wire.codec_torch import row_bytes
 from loosestep.wire.rounding import Draw, key_of
 
-LARGEST_BLOCK = 4096  # as in codecs.c
+LARGEST_BLOCK = CONSTANTS["LARGEST_BLOCK"]
 SAMPLE = 4096
 
 

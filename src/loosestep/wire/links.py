@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
+from loosestep import native
 from loosestep.flat import WINDOW_BYTES
 from loosestep.peers import Peers
 from loosestep.places import host_key
@@ -27,7 +28,6 @@ from loosestep.wire.board import (
     segment_bytes,
 )
 from loosestep.wire.exchange import Exchange, Task
-from loosestep.wire.fused import library
 from loosestep.wire.kernel import copy_from
 from loosestep.wire.memory import MemoryExchange
 from loosestep.wire.segments import Segment
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 DEPTH = 12  # by the network; more: less waiting for each other
 OFF = "switched off by LOOSESTEP_SHARED_MEMORY=0"
 ALONE = "it is alone on its host"
-UNORDERED = "without a C compiler this processor cannot order what it writes"
+UNORDERED = "without the loops in C this processor cannot order what it writes"
 
 _boards: weakref.WeakKeyDictionary[dist.ProcessGroup, Board] = weakref.WeakKeyDictionary()
 
@@ -141,7 +141,7 @@ def _meet(peers: Peers) -> Board:
 
 
 def _has_loops() -> bool:
-    return library("mean") is not None
+    return native.loops() is not None
 
 
 def _introduce(group_size: int, layout: Layout) -> tuple[Segment | None, _Card]:

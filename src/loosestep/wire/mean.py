@@ -19,17 +19,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from loosestep import native
 from loosestep.flat import STAGING, slices
 from loosestep.peers import Peers
 from loosestep.wire.exchange import Exchange, Task
-from loosestep.wire.fused import library
 from loosestep.wire.links import board_of, exchanges, largest
 from loosestep.wire.pieces import InPieces, cut
 from loosestep.wire.reducer import Done, Handle, Stateless, Traffic
 from loosestep.wire.train import Train, can_go
 
 BLOCK = 1 << 15  # elements summed at a time: what is summed stays in the cache
-SAMPLE = 1 << 8  # elements of every slice from which the replicas' drift is estimated
+SAMPLE = native.CONSTANTS["DRIFT_SAMPLE"]  # elements of every slice that drift is estimated from
 FUSED = {torch.float32: "mean_f32", torch.bfloat16: "mean_bf16"}
 
 
@@ -110,7 +110,7 @@ def reduce_into(
 ) -> None:
     """Write the mean of ``replicas`` to every one of ``outs``, which may be replicas themselves.
 
-    The arithmetic is that of ``mean_into``, in one pass over memory where there is a compiler.
+    The arithmetic is that of ``mean_into``, in one pass over memory where there are loops in C.
 
     >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])
     >>> reduce_into([one, other], [one, other])
@@ -123,21 +123,14 @@ def reduce_into(
         return
     divisor = float(len(replicas)) if weights is None else sum(weights)
     factors = None if weights is None else (ctypes.c_double * len(weights))(*weights)
-    function(
-        _pointers(outs),
-        ctypes.c_size_t(len(outs)),
-        _pointers(replicas),
-        ctypes.c_size_t(len(replicas)),
-        factors,
-        ctypes.c_double(divisor),
-        ctypes.c_size_t(outs[0].numel()),
-    )
+    sides = (_pointers(outs), len(outs), _pointers(replicas), len(replicas))
+    function(*sides, factors, divisor, outs[0].numel())
 
 
 def _fused(out: torch.Tensor) -> Callable[..., None] | None:
     if out.dtype not in FUSED or out.device.type != "cpu":
         return None
-    loops = library("mean")
+    loops = native.loops()
     return None if loops is None else getattr(loops, FUSED[out.dtype])
 
 
@@ -275,14 +268,13 @@ def sample(traffic: Traffic, replicas: list[torch.Tensor]) -> None:
 
 
 def _spread(replicas: list[torch.Tensor]) -> tuple[float, float]:
-    loops = library("mean") if replicas[0].dtype == torch.float32 else None
+    loops = native.loops() if replicas[0].dtype == torch.float32 else None
     if loops is None or replicas[0].device.type != "cpu":
         values = torch.stack(replicas).double()
         mean = values.mean(0)
         return float(values.sub(mean).square_().sum()), float(mean.square().sum())
     sums = (ctypes.c_double * 2)()
-    count = ctypes.c_size_t(replicas[0].numel())
-    loops.spread_f32(sums, _pointers(replicas), ctypes.c_size_t(len(replicas)), count)
+    loops.spread_f32(sums, _pointers(replicas), len(replicas), replicas[0].numel())
     return sums[0], sums[1]
 
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import torch
 
+from loosestep.native import CONSTANTS
 from loosestep.wire.board import DETAIL, OFFERED, PLACE, REDUCED, SINGLE, TAKEN, Board, Slot
 from loosestep.wire.exchange import Task
 from loosestep.wire.shelf import Copy, copy_of
 
 # Where a buffer lies: in a window (-1, -2, ...), in a copy (its key), or where it is resident
 # (the key of that memory above the offset in it).
-OFFSET_BITS = 44
+OFFSET_BITS = CONSTANTS["OFFSET_BITS"]
 
 
 class MemoryExchange:

@@ -8,7 +8,6 @@ writes the mean to all of them. Addresses are stable afterwards; what pointed to
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import weakref
@@ -17,11 +16,11 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
+from loosestep import native
 from loosestep.errors import NotAttachable
 from loosestep.peers import Peers, Phase
 from loosestep.tensors import Named
 from loosestep.wire.board import Board, Home
-from loosestep.wire.fused import library
 from loosestep.wire.links import board_of
 from loosestep.wire.mean import Mean
 from loosestep.wire.segments import Segment
@@ -100,12 +99,11 @@ def room(
 def move_in(place: torch.Tensor, values: torch.Tensor) -> None:
     """Copy values to where they live from now on, which is not read again soon."""
     alike = values.dtype == place.dtype and values.device == place.device and values.is_contiguous()
-    loops = library("mean") if alike and values.nbytes >= LARGE else None
+    loops = native.loops() if alike and values.nbytes >= LARGE else None
     if loops is None or place.device.type != "cpu":
         place.copy_(values)
         return
-    addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (place, values)]
-    loops.copy_home(*addresses, ctypes.c_size_t(values.nbytes))
+    loops.copy_home(place.data_ptr(), values.data_ptr(), values.nbytes)
 
 
 def _out_of_reach(board: Board, peers: Peers) -> str:

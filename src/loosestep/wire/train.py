@@ -10,49 +10,25 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from loosestep import native
 from loosestep.peers import Peers
 from loosestep.wire.board import PROBE_SECONDS, SLOTS, TRAINS, WINDOWS, Board, Neighbour
-from loosestep.wire.fused import library
 from loosestep.wire.memory import place_of
 from loosestep.wire.pieces import cut
 from loosestep.wire.reducer import Traffic
 
 DTYPES = (torch.float32, torch.bfloat16)
-MOST_MEMBERS = 64
-DONE, STRANGE = 0, 2
+MOST_MEMBERS = native.CONSTANTS["MOST_MEMBERS"]
+DONE, STRANGE = native.CONSTANTS["DONE"], native.CONSTANTS["STRANGE"]
 
 Pointer = ctypes.c_void_p
 Number = ctypes.c_int64
 Real = ctypes.c_double
-
-
-class _Neighbour(ctypes.Structure):
-    _fields_ = (
-        ("mine", Pointer),
-        ("told", Pointer),
-        ("arena", Pointer),
-        ("homes", Pointer),
-        ("num_homes", Number),
-        ("member", Number),
-    )
-
-
-class _Train(ctypes.Structure):
-    _fields_ = (
-        ("neighbours", Pointer),
-        *((name, Number) for name in ("num_neighbours", "group_rank", "group_size")),
-        ("arena", Pointer),
-        *((name, Number) for name in ("window_bytes", "slots")),
-        *((name, Pointer) for name in ("buffers", "numels", "places")),
-        *((name, Number) for name in ("num_buffers", "element_bytes")),
-        *((name, Pointer) for name in ("numbers", "previous", "window_numbers", "weights")),
-        ("divisor", Real),
-        *((name, Number) for name in ("offered", "step", "phase", "at", "waits_for")),
-        *((name, Real) for name in ("deviation", "magnitude", "samples")),
-    )
+NeighbourInC, TrainInC = native.STRUCTURES["Neighbour"], native.STRUCTURES["Train"]
 
 
 class Train:
@@ -76,12 +52,11 @@ class Train:
         if self._done or not self._pieces:
             return
         self._peers.check()
-        loops = library("mean")
+        loops = native.loops()
         assert loops is not None, "all ranks have said that they have it"
         train = self._describe()
-        loops.drive.restype = Number
         began, before = time.monotonic(), [-1]
-        while (result := loops.drive(ctypes.byref(train), Real(PROBE_SECONDS))) != DONE:
+        while (result := loops.drive(ctypes.byref(train), PROBE_SECONDS)) != DONE:
             assert result != STRANGE, "a neighbour's buffer lies where nobody was told of"
             now = [train.step, train.phase, train.at, train.offered]
             began, before = (began, before) if now == before else (time.monotonic(), now)
@@ -95,7 +70,7 @@ class Train:
             raise self._peers.lost(member, f"no answer within {self._peers.seconds:g} s")
         self._board.look_round(self._peers)
 
-    def _arrived(self, train: _Train) -> None:
+    def _arrived(self, train: Any) -> None:
         self._done = True
         self.traffic.deviation, self.traffic.magnitude = train.deviation, train.magnitude
         self.traffic.samples = int(train.samples)
@@ -111,7 +86,7 @@ class Train:
         """Return where mine begin, for what does not live in shared memory."""
         return self._board.arena_for(TRAINS).data_ptr() + self._board.layout.trains_start
 
-    def _describe(self) -> _Train:
+    def _describe(self) -> Any:
         """Return the whole journey as C sees it; what it points to is kept with it."""
         board, peers, pieces = self._board, self._peers, self._pieces
         slots = [board.next_number() for _ in pieces]
@@ -119,7 +94,7 @@ class Train:
         weights = peers.weights
         neighbours = [_describe(board, neighbour) for neighbour in board.neighbours.values()]
         self._kept = (  # C only sees addresses
-            (_Neighbour * len(neighbours))(*neighbours),
+            (NeighbourInC * len(neighbours))(*neighbours),
             (Pointer * len(pieces))(*(piece.data_ptr() for piece in pieces)),
             (Number * len(pieces))(*(piece.numel() for piece in pieces)),
             (Number * len(pieces))(*(-1 if home is None else home for home in homes)),
@@ -132,7 +107,7 @@ class Train:
         near, buffers, numels, places, numbers, previous, before, shares = addresses
         for index, (number, _) in enumerate(slots):
             board.train_numbers[index % WINDOWS] = number
-        return _Train(
+        return TrainInC(
             neighbours=near,
             num_neighbours=len(neighbours),
             group_rank=peers.group_rank,
@@ -153,13 +128,13 @@ class Train:
         )
 
 
-def _describe(board: Board, neighbour: Neighbour) -> _Neighbour:
+def _describe(board: Board, neighbour: Neighbour) -> Any:
     most = max(neighbour.opened, default=0) + 1
     homes = (Pointer * most)()
     for key, memory in neighbour.opened.items():
         homes[key] = memory.data_ptr()
     neighbour.homes = homes  # kept while C may look at it
-    return _Neighbour(
+    return NeighbourInC(
         mine=neighbour.address,
         told=ctypes.addressof(board.rows[neighbour.member]),
         arena=neighbour.arena.data_ptr() + board.layout.trains_start,

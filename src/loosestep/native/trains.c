@@ -1,154 +1,18 @@
-/* The exact mean in one pass: twins of mean_into() in mean.py, to the bit; and below, trains of
- * buffers through shared memory, as train.py describes them.
- *
- * Sums are kept wider than the data, in the order of the replicas, and rounded once.
+/* Trains: many buffers, one after the other, through the windows of all neighbours, as
+ * wire/train.py describes them.
  */
 #define _GNU_SOURCE
+#include "interface.h"
+
 #include <linux/futex.h>
-#include <math.h>
-#include <stddef.h>
-#include <stdint.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { BLOCK = 1024 }; /* sums of this many elements stay in the nearest cache */
-
-/* A power of two divides by multiplying, which is exact too, and faster. */
-static int by_product(double divisor) {
-    int exponent;
-    return frexp(divisor, &exponent) == 0.5;
-}
-
-/* Sums of a block, in the order of the replicas. Few replicas are added in one pass. */
-static void sum_f32(double *restrict total, const float *const *replicas, size_t num,
-                    const double *weights, size_t at, size_t size) {
-    const float *a = replicas[0] + at;
-    const float *b = num > 1 ? replicas[1] + at : 0, *c = num > 2 ? replicas[2] + at : 0;
-    const float *d = num > 3 ? replicas[3] + at : 0;
-    const size_t next = weights ? 1 : num > 4 ? 4 : num;
-    if (weights)
-        for (size_t i = 0; i < size; i++) total[i] = (double)a[i] * weights[0];
-    else if (num == 1)
-        for (size_t i = 0; i < size; i++) total[i] = (double)a[i];
-    else if (num == 2)
-        for (size_t i = 0; i < size; i++) total[i] = (double)a[i] + (double)b[i];
-    else if (num == 3)
-        for (size_t i = 0; i < size; i++) total[i] = (double)a[i] + (double)b[i] + (double)c[i];
-    else
-        for (size_t i = 0; i < size; i++)
-            total[i] = (double)a[i] + (double)b[i] + (double)c[i] + (double)d[i];
-    for (size_t r = next; r < num; r++) {
-        const float *more = replicas[r] + at;
-        const double weight = weights ? weights[r] : 1.0;
-        for (size_t i = 0; i < size; i++) total[i] += (double)more[i] * weight;
-    }
-}
-
-void mean_f32(float *const *outs, size_t num_outs, const float *const *replicas, size_t num,
-              const double *weights, double divisor, size_t count) {
-    double total[BLOCK];
-    const double factor = 1.0 / divisor;
-    const int multiply = by_product(divisor);
-    for (size_t at = 0; at < count; at += BLOCK) {
-        const size_t size = count - at < BLOCK ? count - at : BLOCK;
-        float *out = outs[0] + at;
-        sum_f32(total, replicas, num, weights, at, size);
-        if (multiply)
-            for (size_t i = 0; i < size; i++) out[i] = (float)(total[i] * factor);
-        else
-            for (size_t i = 0; i < size; i++) out[i] = (float)(total[i] / divisor);
-        for (size_t o = 1; o < num_outs; o++) memcpy(outs[o] + at, out, size * sizeof(float));
-    }
-}
-
-static inline float widen(uint16_t narrow) {
-    const uint32_t bits = (uint32_t)narrow << 16;
-    float wide;
-    memcpy(&wide, &bits, sizeof wide);
-    return wide;
-}
-
-static inline uint16_t round_to_bf16(float wide) {
-    uint32_t bits;
-    memcpy(&bits, &wide, sizeof bits);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return wide != wide ? 0x7fc0 : (uint16_t)rounded;
-}
-
-void mean_bf16(uint16_t *const *outs, size_t num_outs, const uint16_t *const *replicas, size_t num,
-               const double *weights, double divisor, size_t count) {
-    float total[BLOCK];
-    uint16_t rounded[BLOCK];
-    const float by = (float)divisor, factor = (float)(1.0 / divisor);
-    const int multiply = by_product(divisor);
-    for (size_t at = 0; at < count; at += BLOCK) {
-        const size_t size = count - at < BLOCK ? count - at : BLOCK;
-        for (size_t r = 0; r < num; r++) {
-            const uint16_t *next = replicas[r] + at;
-            const float weight = weights ? (float)weights[r] : 1.0f;
-            if (r == 0)
-                for (size_t i = 0; i < size; i++) total[i] = widen(next[i]) * weight;
-            else
-                for (size_t i = 0; i < size; i++) total[i] += widen(next[i]) * weight;
-        }
-        for (size_t i = 0; i < size; i++)
-            rounded[i] = round_to_bf16(multiply ? total[i] * factor : total[i] / by);
-        for (size_t o = 0; o < num_outs; o++) memcpy(outs[o] + at, rounded, size * sizeof(uint16_t));
-    }
-}
-
-/* How far apart the replicas are: sums of squares of (replica - mean), and of the mean. */
-void spread_f32(double *sums, const float *const *replicas, size_t num, size_t count) {
-    double deviation = 0.0, magnitude = 0.0;
-    for (size_t i = 0; i < count; i++) {
-        double mean = 0.0;
-        for (size_t r = 0; r < num; r++) mean += (double)replicas[r][i];
-        mean /= (double)num;
-        magnitude += mean * mean;
-        for (size_t r = 0; r < num; r++) {
-            const double apart = (double)replicas[r][i] - mean;
-            deviation += apart * apart;
-        }
-    }
-    sums[0] = deviation;
-    sums[1] = magnitude;
-}
+enum { AHEAD = 32, SPINS = 200 }; /* buffers offered early; looks before a rank goes to sleep */
 
 void fence(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-
-/* ---- Trains: many buffers, one after the other, through the windows of all neighbours. ---- */
-
-enum { PLACE, DETAIL, OFFERED, REDUCED, TAKEN, SLEEPER, MARKS }; /* the columns of a slot, as in board.py */
-enum { WINDOWS = 3, MOST = 64, AHEAD = 32, SPINS = 200, SAMPLE = 256, OFFSET_BITS = 44 };
-enum { DONE = 0, WAITING = 1, STRANGE = 2 }; /* what drive() returns */
-
-typedef struct {
-    int64_t *mine; /* my row on its board */
-    int64_t *told; /* its row on mine */
-    char *arena;   /* its windows for trains */
-    char **homes;  /* where its resident memory is mapped here, by key */
-    int64_t num_homes;
-    int64_t member; /* its group rank */
-} Neighbour;
-
-typedef struct {
-    Neighbour *neighbours;
-    int64_t num_neighbours, group_rank, group_size;
-    char *arena;
-    int64_t window_bytes, slots;
-    char **buffers;
-    const int64_t *numels, *places; /* places: where a buffer is resident, else -1 */
-    int64_t num_buffers, element_bytes;
-    const int64_t *numbers, *previous; /* of their slots, and of who used those last; 0: nobody */
-    const int64_t *window_numbers;     /* who used each window last; 0: nobody */
-    const double *weights;
-    double divisor;
-    int64_t offered, step, phase, at; /* how far it is */
-    int64_t waits_for;                /* the index of a neighbour */
-    double deviation, magnitude, samples;
-} Train;
 
 static int64_t column_of(const Train *train, int64_t number) {
     return MARKS * (number % train->slots);
@@ -227,7 +91,7 @@ static int reduce(Train *train, int64_t i, double seconds) {
     if (!all_reached(train, slot + OFFERED, number, seconds)) return 0;
     const int64_t first = part(train, i, train->group_rank);
     const int64_t count = (part(train, i, train->group_rank + 1) - first) / train->element_bytes;
-    char *mine = train->buffers[i] + first, *replicas[MOST], *outs[MOST + 1] = {mine};
+    char *mine = train->buffers[i] + first, *replicas[MOST_MEMBERS], *outs[MOST_MEMBERS + 1] = {mine};
     size_t num_outs = 1;
     int in_windows = 0;
     replicas[train->group_rank] = mine;
@@ -245,7 +109,7 @@ static int reduce(Train *train, int64_t i, double seconds) {
         outs[num_outs++] = window(train, train->arena, i % WINDOWS) + first;
     if (train->element_bytes == 4) {
         double sums[2];
-        const size_t some = count < SAMPLE ? (size_t)count : SAMPLE;
+        const size_t some = count < DRIFT_SAMPLE ? (size_t)count : DRIFT_SAMPLE;
         spread_f32(sums, (const float *const *)replicas, train->group_size, some);
         train->deviation += sums[0];
         train->magnitude += sums[1] * (double)train->group_size;

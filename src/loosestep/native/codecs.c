@@ -5,16 +5,13 @@
  * neighbours stay neighbours and loops need no shuffles. With 1, 2 and 4 planes a code has 8, 4
  * and 2 bits; with 5 it is one of three, a digit to base 3.
  */
+#include "interface.h"
+
 #include <float.h>
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
-#define MOST 4096 /* elements of a block, as in quantize.py */
 #define SMALLEST_SCALE 0x1p-126f /* a smaller one might be flushed to zero, and divide by it */
-
-#define TRITS 5 /* digits to base 3 in a byte */
 
 typedef int32_t __attribute__((may_alias)) bits_t;
 
@@ -34,7 +31,7 @@ INLINE int32_t largest_bits(const float *x, int64_t count) {
     return top;
 }
 
-int all_finite(const float *x, int64_t count) {
+LOOP int all_finite(const float *x, int64_t count) {
     return largest_bits(x, count) < 0x7f800000;
 }
 
@@ -55,7 +52,7 @@ INLINE int worth(int planes, int plane) {
     return value;
 }
 
-INLINE void pack(const uint8_t *codes, int64_t bytes, int planes, uint8_t *row) {
+INLINE void pack_codes(const uint8_t *codes, int64_t bytes, int planes, uint8_t *row) {
     for (int64_t i = 0; i < bytes; i++) {
         uint8_t packed = codes[i];
         for (int plane = 1; plane < planes; plane++)
@@ -101,7 +98,7 @@ INLINE void steps_of(const float *x, int64_t count, int64_t index, int most, int
 
 /* The root mean square; squares are added in halves, an order that vectors and torch share. */
 INLINE float rms_of(const float *x, int64_t count) {
-    double sums[MOST / 2 + 1];
+    double sums[LARGEST_BLOCK / 2 + 1];
     int64_t width = 1;
     while (2 * width < count) width *= 2;
     for (int64_t i = 0; i < width; i++) sums[i] = i < count ? (double)x[i] * (double)x[i] : 0.0;
@@ -158,10 +155,10 @@ INLINE void levels_of(const float *x, int64_t count, int64_t index, draw_t draw,
     *scale_out = rms;
 }
 
-/* One block of at most MOST values; returns how many bytes its row has. */
+/* One block of at most LARGEST_BLOCK values; returns how many bytes its row has. */
 INLINE int64_t encode_block(const float *x, int64_t length, int64_t start, int planes, draw_t draw,
                             float *scale, uint8_t *row) {
-    uint8_t codes[MOST + 8];
+    uint8_t codes[LARGEST_BLOCK + 8];
     int bias = planes == TRITS ? 1 : 1 << (8 / planes - 1);
     int64_t bytes = (length + planes - 1) / planes;
     uint8_t *place = planes == 1 ? row : codes;
@@ -172,7 +169,7 @@ INLINE int64_t encode_block(const float *x, int64_t length, int64_t start, int p
         levels_of(x, length, start, draw, scale, place);
     else
         steps_of(x, length, start, bias - 1, bias, draw, scale, place);
-    if (planes != 1) pack(codes, bytes, planes, row);
+    if (planes != 1) pack_codes(codes, bytes, planes, row);
     return bytes;
 }
 
@@ -218,28 +215,44 @@ INLINE void decode(const float *scales, const uint8_t *rows, int64_t count, int6
     }
 }
 
-#define CODEC(planes)                                                                           \
-    void encode##planes(const float *x, int64_t count, int64_t block, int stochastic,           \
-                        uint32_t first, uint32_t second, float *scales, uint8_t *rows) {        \
-        draw_t chance = {1, first, second}, none = {0, 0, 0};                                   \
-        if (stochastic)                                                                         \
-            encode(x, count, block, planes, chance, scales, rows);                              \
-        else                                                                                    \
-            encode(x, count, block, planes, none, scales, rows);                                \
-    }                                                                                           \
-    void decode##planes(const float *scales, const uint8_t *rows, int64_t count, int64_t block, \
-                        float share, float *out) {                                              \
-        decode(scales, rows, count, block, planes, 0, share, out);                              \
-    }                                                                                           \
-    void add##planes(const float *scales, const uint8_t *rows, int64_t count, int64_t block,    \
-                     float share, float *out) {                                                 \
-        decode(scales, rows, count, block, planes, 1, share, out);                              \
+/* One copy of the loops for every number of planes, which the compiler then knows. */
+#define FOR_PLANES(planes, call) \
+    switch (planes) {            \
+    case 1:                      \
+        call(1);                 \
+        break;                   \
+    case 2:                      \
+        call(2);                 \
+        break;                   \
+    case 4:                      \
+        call(4);                 \
+        break;                   \
+    default:                     \
+        call(TRITS);             \
     }
 
-CODEC(1)
-CODEC(2)
-CODEC(4)
-CODEC(5)
+LOOP void encode_blocks(int planes, const float *x, int64_t count, int64_t block, int stochastic,
+                        uint32_t first, uint32_t second, float *scales, uint8_t *rows) {
+    const draw_t chance = {1, first, second}, none = {0, 0, 0};
+#define DRAWN(p) encode(x, count, block, p, chance, scales, rows)
+#define NEAREST(p) encode(x, count, block, p, none, scales, rows)
+    if (stochastic)
+        FOR_PLANES(planes, DRAWN)
+    else
+        FOR_PLANES(planes, NEAREST)
+}
+
+LOOP void decode_blocks(int planes, const float *scales, const uint8_t *rows, int64_t count,
+                        int64_t block, float share, float *out) {
+#define DECODE(p) decode(scales, rows, count, block, p, 0, share, out)
+    FOR_PLANES(planes, DECODE)
+}
+
+LOOP void add_blocks(int planes, const float *scales, const uint8_t *rows, int64_t count,
+                     int64_t block, float share, float *out) {
+#define ADD(p) decode(scales, rows, count, block, p, 1, share, out)
+    FOR_PLANES(planes, ADD)
+}
 
 INLINE float limited(float value) {
     value = value > FLT_MAX ? FLT_MAX : value;
@@ -252,7 +265,7 @@ INLINE float unit_of(float square, float least) {
 }
 
 /* To units of their own, and back: a unit is the root of a mean square, but at least `least`. */
-void to_units(const float *x, const float *squares, int64_t count, float least, float *out) {
+LOOP void to_units(const float *x, const float *squares, int64_t count, float least, float *out) {
     for (int64_t i = 0; i < count; i++) out[i] = x[i] / unit_of(squares[i], least);
 }
 
@@ -268,11 +281,11 @@ INLINE int32_t learn(float *x, float *squares, int64_t count, float least, float
 }
 
 /* Returns the largest mean square; of the old ones `keep` stays. */
-float from_units(float *x, float *squares, int64_t count, float least, float keep) {
+LOOP float from_units(float *x, float *squares, int64_t count, float least, float keep) {
     float top;
     int32_t most = 0;
-    for (int64_t start = 0; start < count; start += MOST) {
-        int64_t length = count - start < MOST ? count - start : MOST;
+    for (int64_t start = 0; start < count; start += LARGEST_BLOCK) {
+        int64_t length = count - start < LARGEST_BLOCK ? count - start : LARGEST_BLOCK;
         int32_t here = learn(x + start, squares + start, length, least, keep);
         most = here > most ? here : most;
     }
@@ -282,13 +295,13 @@ float from_units(float *x, float *squares, int64_t count, float least, float kee
 
 /* The mean of a host's replicas, in their units if there are squares, as a message: what mean.c,
  * to_units and encode do, in one pass. Returns whether all of it is finite. */
-INLINE int pack_host(const float *const *replicas, int64_t num, const float *squares, float least,
+INLINE int pack(const float *const *replicas, int64_t num, const float *squares, float least,
                      int64_t count, int64_t block, int planes, float *scales, uint8_t *rows) {
     const draw_t none = {0, 0, 0};
     const double factor = 1.0 / (double)num;
     const int by_product = (num & (num - 1)) == 0; /* exact, and faster */
-    float values[MOST];
-    double total[MOST];
+    float values[LARGEST_BLOCK];
+    double total[LARGEST_BLOCK];
     int32_t top = 0;
     for (int64_t start = 0; start < count; start += block) {
         int64_t length = count - start < block ? count - start : block;
@@ -314,10 +327,10 @@ INLINE int pack_host(const float *const *replicas, int64_t num, const float *squ
 
 /* The mean of two hosts' messages, out of their units if there are squares, to several places.
  * Returns the largest new mean square. */
-INLINE float unpack_pair(const float *const *scales, const uint8_t *const *rows, float *squares,
+INLINE float unpack(const float *const *scales, const uint8_t *const *rows, float *squares,
                          float least, float keep, int64_t count, int64_t block, int planes,
                          float *const *outs, int64_t num_outs) {
-    float values[MOST], top;
+    float values[LARGEST_BLOCK], top;
     int32_t most = 0;
     int64_t at = 0, index = 0;
     for (int64_t start = 0; start < count; start += block, index++) {
@@ -335,23 +348,23 @@ INLINE float unpack_pair(const float *const *scales, const uint8_t *const *rows,
     return top;
 }
 
-#define PAIR(planes)                                                                             \
-    int pack_host##planes(const float *const *replicas, int64_t num, const float *squares,       \
-                          float least, int64_t count, int64_t block, float *scales,              \
-                          uint8_t *rows) {                                                       \
-        return pack_host(replicas, num, squares, least, count, block, planes, scales, rows);     \
-    }                                                                                            \
-    float unpack_pair##planes(const float *const *scales, const uint8_t *const *rows,            \
-                              float *squares, float least, float keep, int64_t count,            \
-                              int64_t block, float *const *outs, int64_t num_outs) {             \
-        return unpack_pair(scales, rows, squares, least, keep, count, block, planes, outs,       \
-                           num_outs);                                                            \
-    }
+LOOP int pack_host(int planes, const float *const *replicas, int64_t num, const float *squares,
+                   float least, int64_t count, int64_t block, float *scales, uint8_t *rows) {
+    int finite = 0;
+#define PACK(p) finite = pack(replicas, num, squares, least, count, block, p, scales, rows)
+    FOR_PLANES(planes, PACK)
+    return finite;
+}
 
-PAIR(1)
-PAIR(2)
-PAIR(4)
-PAIR(5)
+LOOP float unpack_pair(int planes, const float *const *scales, const uint8_t *const *rows,
+                       float *squares, float least, float keep, int64_t count, int64_t block,
+                       float *const *outs, int64_t num_outs) {
+    float largest = 0.0f;
+#define UNPACK(p) \
+    largest = unpack(scales, rows, squares, least, keep, count, block, p, outs, num_outs)
+    FOR_PLANES(planes, UNPACK)
+    return largest;
+}
 
 /* The bits of the wanted-th largest magnitude, digit by digit; `left` of its equals are wanted. */
 INLINE int32_t select_bits(const bits_t *x, int64_t count, int64_t wanted, int64_t *left) {
@@ -378,7 +391,7 @@ INLINE int32_t select_bits(const bits_t *x, int64_t count, int64_t wanted, int64
     return prefix;
 }
 
-void encode_topk(const float *x, int64_t count, int64_t wanted, int32_t *indices, float *values) {
+LOOP void encode_topk(const float *x, int64_t count, int64_t wanted, int32_t *indices, float *values) {
     const bits_t *bits = (const bits_t *)x;
     int64_t ties, found = 0;
     int32_t border = select_bits(bits, count, wanted, &ties);
@@ -390,7 +403,7 @@ void encode_topk(const float *x, int64_t count, int64_t wanted, int32_t *indices
     }
 }
 
-void add_topk(const int32_t *indices, const float *values, int64_t wanted, float share,
+LOOP void add_topk(const int32_t *indices, const float *values, int64_t wanted, float share,
               float *out) {
     for (int64_t i = 0; i < wanted; i++) out[indices[i]] += share * values[i];
 }
