@@ -80,7 +80,7 @@ def test_another_interface_is_refused() -> None:
     class Short(ctypes.Structure):
         _fields_ = (("only", ctypes.c_int64),)
 
-    with mock.patch.dict(library.STRUCTURES, Train=Short):
+    with mock.patch.dict(interface.STRUCTURES, Train=Short):
         assert "lays Train out differently" in refusal(library.LIBRARY)
 
 

@@ -442,7 +442,7 @@ def without_loops() -> tuple[bool, bool]:
     rank, world = dist.get_rank(), dist.get_world_size()
     group = own_group(tuple(range(world)), 20)
     has = native.loops() if rank else None
-    with mock.patch.object(links.native, "loops", return_value=has):
+    with mock.patch.object(native, "loops", return_value=has):
         tensors = [values(rank, n, torch.float32) for n in (900_000, 7, 1_200_003)]
         average_(tensors, group)
     board = links.board_of(peers_of(group))
