@@ -4,6 +4,9 @@ import os
 import re
 from collections.abc import Iterator
 
+# Before torch is loaded. Ranks are processes; thread pools in them would fight for the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import hypothesis
 import pytest
 
@@ -23,6 +26,18 @@ def pool() -> Iterator[RankPool]:
     """Four ranks that all tests share; they start when first used."""
     with RankPool(4) as ranks:
         yield ranks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep tests together that share what a module makes; side by side they would make it again."""
+    for item in items:
+        if isinstance(item, pytest.Function) and _shares_with_its_module(item):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def _shares_with_its_module(item: pytest.Function) -> bool:
+    definitions = item._fixtureinfo.name2fixturedefs.values()
+    return any(fixture.scope == "module" for several in definitions for fixture in several)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

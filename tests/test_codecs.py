@@ -239,6 +239,7 @@ def test_density_is_a_share(density: float) -> None:
         Largest(density)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_torch_compile_gives_the_same_bits() -> None:
     """Slow (some 20 s): what accelerators run is the plain function, compiled."""

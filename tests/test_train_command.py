@@ -118,6 +118,8 @@ def test_digits_are_learnt(tmp_path: Path):
     assert run.of("eval")[-1]["loss"] < 0.5 * math.log(10)
 
 
+@pytest.mark.long  # a minute of compiling; test_zero_hooks.py has compiled models too
+@pytest.mark.timeout(400)
 def test_a_compiled_model_trains_like_a_plain_one(tmp_path: Path):
     for folder, flag in (("plain", "--no-compile"), ("compiled", "--compile")):
         options = ("--workers", "1", "--steps", "3", "--out", tmp_path / folder)

@@ -73,7 +73,7 @@ def wrong_cases(given: list[Case]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_optimizer_trains_as_the_plain_one(pool: RankPool, world_size: int) -> None:
     """All classes, in all variants, are equal to the bit after each of five steps."""
     given = cases()
