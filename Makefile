@@ -1,14 +1,19 @@
-# make demo | test | check | format | bench | clean
+# make demo | check | test | test-fast | test-long | test-torch TORCH=2.14.1 | format | bench | dist | clean
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 CODE := $(wildcard src tests benchmarks examples)
+NATIVE := $(wildcard src/loosestep/native/*.c src/loosestep/native/*.h)
+
+# Tests that run side by side, each with ranks of its own: they wait more than they compute.
+WORKERS ?= 4
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadgroup
 
 # Ranks are processes; a thread pool in each would have them fight for the cores.
-export OMP_NUM_THREADS := 1
+demo bench: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test browser check format bench clean
+.PHONY: demo test test-fast test-long browser check format bench dist clean
 
 # Four workers as two hosts. Slow links need root on Linux; elsewhere it says so and goes on without.
 demo: $(READY)
@@ -18,7 +23,16 @@ demo: $(READY)
 	  --link 100mbit --or-loopback --steps 60 --eval-every 15 --target 2.5 --report report.html
 
 test: $(READY) browser
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+
+# Without namespaces, browser and commands, within a minute.
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m 'fast and not long' $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+
+# Endurance, matrices, sanitizers and larger random searches, within an hour; keeps a dated result.
+test-long: $(READY)
+	$(BIN)/python -m pytest -m 'long or hypothesis' --hypothesis-profile thorough --timeout 1200 \
+	  $(SIDE_BY_SIDE) --result-file tests/results/$$(date +%F)-long.json $(PYTEST_ARGS)
 
 # For the tests of the report; without it they are skipped and say so.
 browser:
@@ -27,25 +41,32 @@ browser:
 	  echo "chromium could not be installed"
 
 check: $(READY)
-	$(BIN)/ruff format --check $(CODE)
-	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE) setup.py
+	$(BIN)/ruff check $(CODE) setup.py
 	$(BIN)/mypy $(CODE)
 
 format: $(READY)
-	$(BIN)/ruff format $(CODE)
-	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE) setup.py
+	$(BIN)/ruff check --fix $(CODE) setup.py
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 
+# What would be published: sources, and a wheel for this platform.
+dist: $(READY)
+	$(BIN)/pip install --quiet build
+	$(BIN)/python -m build
+
 clean:
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-torch-* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	rm -f src/loosestep/native/*.so
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # torch first and pinned to what the suite has run on; where a CPU build of it is to be had, this
 # takes that one, while a range may choose a newer build with gigabytes of CUDA.
-$(READY): pyproject.toml
+$(READY): pyproject.toml setup.py $(NATIVE)
 	test -d .venv || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet -e '.[dev]'
+	$(BIN)/python -c 'from loosestep import native; native.loops()' # says so if there are no C loops
 	touch $@

@@ -14,9 +14,10 @@ from loosestep.testing import RankPool
 
 ALLOWED_SKIPS = [r"no GPU"]
 
-# An example's first run may compile loops, and other processes may take the processor meanwhile.
-hypothesis.settings.register_profile("patient", deadline=None)
-hypothesis.settings.load_profile("patient")
+# No deadline for one example: other processes may take the processor meanwhile.
+hypothesis.settings.register_profile("brief", deadline=None, max_examples=150)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=4000)
+hypothesis.settings.load_profile("brief")
 
 refused_skips: list[str] = []
 

@@ -33,6 +33,8 @@ from loosestep.telemetry import Sink
 from loosestep.testing import RankPool
 from tests.support.oracle import close, equal, loss_of, make_net, sgd, snapshot
 
+pytestmark = pytest.mark.fast
+
 
 def go(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
     for step in range(first, first + steps):

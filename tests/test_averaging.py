@@ -19,6 +19,8 @@ from loosestep.peers import peers_of
 from loosestep.testing import RankPool, RecordingReducer
 from loosestep.wire import mean_into
 
+pytestmark = pytest.mark.fast
+
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 
 

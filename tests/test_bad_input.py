@@ -31,6 +31,8 @@ from loosestep import (
 )
 from loosestep.testing import RankPool
 
+pytestmark = pytest.mark.fast
+
 NO_GROUP_NEEDED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "period 0": (lambda: every(0), ["period", "0", ">= 1"]),
     "period negative": (lambda: every(-3), ["period", "-3", ">= 1"]),

@@ -14,6 +14,8 @@ from loosestep.cli.arguments import parse
 from loosestep.cli.given import settings_of
 from loosestep.trainer.contenders import check_spec
 
+pytestmark = pytest.mark.fast
+
 CLUSTER = Path(__file__).parent.parent / "examples" / "cluster"
 
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loosestep.wire import codec_c, codec_torch
@@ -18,6 +18,8 @@ from loosestep.wire.codec_table import CODECS, codec
 from loosestep.wire.codec_topk import Largest
 from loosestep.wire.rounding import Draw, draw_of, key_of, uniform
 from tests.support.codecs import LARGEST, SPECIAL, floats, same_bits
+
+pytestmark = pytest.mark.fast
 
 
 @st.composite
@@ -56,7 +58,6 @@ def test_there_is_a_compiler_here() -> None:
 
 
 @given(values=floats(), pair=pairs(), draw=DRAWS, share=st.sampled_from([0.5, 1 / 3, 0.3, -1.0]))
-@settings(max_examples=400, deadline=None)
 def test_c_and_torch_give_the_same_bits(
     values: torch.Tensor, pair: tuple[Codec, Codec], draw: Draw | None, share: float
 ) -> None:
@@ -80,7 +81,6 @@ def test_c_and_torch_give_the_same_bits(
 
 
 @given(values=floats(), block=st.sampled_from([1, 7, 256]), bits=st.sampled_from([8, 4]))
-@settings(max_examples=150, deadline=None)
 def test_steps_are_half_a_step_off_at_most(values: torch.Tensor, block: int, bits: int) -> None:
     """With a block's largest magnitude a: |error| <= a / 254 (or 14), or 2^-127; zeros stay."""
     result = through(Blocks(bits, block), values)
@@ -93,7 +93,6 @@ def test_steps_are_half_a_step_off_at_most(values: torch.Tensor, block: int, bit
 
 
 @given(values=floats(), block=st.sampled_from([7, 256]), key=st.integers(0, 100))
-@settings(max_examples=100, deadline=None)
 def test_chance_is_less_than_a_step_off(values: torch.Tensor, block: int, key: int) -> None:
     """Stochastic rounding takes one of the two neighbours."""
     result = through(Blocks(8, block), values, draw_of(key))
@@ -172,7 +171,6 @@ def test_chances_are_uniform_and_differ() -> None:
 
 
 @given(values=floats(), density=st.sampled_from([0.01, 0.1, 0.5, 1.0]))
-@settings(max_examples=150, deadline=None)
 def test_the_largest_are_kept_exactly(values: torch.Tensor, density: float) -> None:
     """The first k of a stable sort by magnitude come through; everything else is zero."""
     numel = values.numel()
@@ -192,7 +190,6 @@ def test_density_is_meant_as_it_is_written() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @given(values=floats())
-@settings(max_examples=50, deadline=None)
 def test_narrow_values(dtype: torch.dtype, values: torch.Tensor) -> None:
     """A cast is torch's own, but what is too large becomes the largest."""
     limit = torch.finfo(dtype).max

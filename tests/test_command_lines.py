@@ -14,6 +14,8 @@ from loosestep.cli.compare import contender
 from loosestep.cli.given import settings_of
 from loosestep.trainer.contenders import check_spec
 
+pytestmark = pytest.mark.fast
+
 ROOT = Path(__file__).parent.parent
 HELP = (arguments.TRAIN, arguments.COMPARE, arguments.REPORT, arguments.DOCTOR)
 PAGES = [ROOT / "README.md", ROOT / "Makefile", *sorted((ROOT / "docs").glob("*.md"))]

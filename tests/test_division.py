@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -95,7 +95,6 @@ def train_mixed(inner: Reducer | None, hosts: Hosts, overlap_steps: int) -> list
     return [parameter.detach().clone() for parameter in net.parameters()]
 
 
-@settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 7), max_size=3), max_size=6), st.integers(1, 5))
 def test_shares_hold_every_element_once(shapes: list[list[int]], count: int) -> None:
     """All elements are in one part each, and no part is larger than it must be."""

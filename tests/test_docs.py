@@ -15,6 +15,8 @@ import torch
 import loosestep
 from loosestep.testing import RankPool
 
+pytestmark = pytest.mark.fast
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # ```python run        two ranks

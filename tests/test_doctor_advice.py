@@ -27,6 +27,8 @@ from loosestep.doctor.measuring import pairs_of
 from loosestep.doctor.rates import affordable
 from loosestep.trainer.specs import parse_spec
 
+pytestmark = pytest.mark.fast
+
 
 def links_of(world: float, inside: float, *, average: float, own: float, hosts: int = 2) -> Links:
     """Return links on which 1 MB takes so many seconds, on hosts of two ranks."""

@@ -23,6 +23,8 @@ from loosestep import (
 from loosestep.testing import RankPool
 from tests.support.oracle import average, equal, loss_of, make_net, sgd, snapshot
 
+pytestmark = pytest.mark.fast
+
 STEPS = 11
 
 

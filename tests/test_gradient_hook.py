@@ -34,6 +34,8 @@ from loosestep.peers import peers_of
 from loosestep.testing import RankPool
 from tests.support.oracle import batch, loss_of, make_net, snapshot
 
+pytestmark = pytest.mark.fast
+
 TINY_MB = 0.0005  # some 500 bytes: many buckets, which DDP deals anew after the first backward
 TIMEOUT = 1.0
 SLACK = 2.5

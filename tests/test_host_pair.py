@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loosestep import (
@@ -329,7 +329,6 @@ def test_a_dead_rank_is_named(pool: RankPool, who: int) -> None:
     unit=st.booleans(),
     num=st.integers(1, 5),
 )
-@settings(max_examples=200, deadline=None)
 def test_c_does_in_one_pass_what_it_does_in_many(
     values: torch.Tensor,
     others: torch.Tensor,

@@ -15,6 +15,8 @@ from loosestep.trainer.in_tree import CONTENDERS, InTree
 from loosestep.trainer.sharing import OptimizerPlan
 from tests.support.oracle import loss_of, make_net
 
+pytestmark = pytest.mark.fast
+
 STEPS = 7
 OPTIONS: dict[str, dict[str, Any]] = {
     "torch-hierarchical": {"periods": {"host": 2, "world": 4}},

@@ -15,6 +15,8 @@ from loosestep.testing import RankPool
 from loosestep.wire import links
 from tests.support.oracle import loss_of, make_net, snapshot
 
+pytestmark = pytest.mark.fast
+
 
 def train(read: str, with_hook: str) -> tuple[dict[str, torch.Tensor], bool, int]:
     """Train with a sharded optimizer; say whether neighbours were read, and what was sent."""

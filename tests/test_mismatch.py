@@ -26,6 +26,8 @@ from loosestep import (
 )
 from loosestep.testing import RankPool
 
+pytestmark = pytest.mark.fast
+
 SECONDS = 5.0  # a mismatch is found by comparing, not by waiting for a time-out (of 30 s here)
 
 # How many ranks, which of them is the odd one, and how they are joined.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -21,6 +22,8 @@ from tests.support.optimizers import (
     build,
 )
 from tests.support.oracle import equal, exact_mean, loss_of, make_net, snapshot
+
+pytestmark = pytest.mark.fast
 
 
 def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:

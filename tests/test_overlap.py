@@ -54,6 +54,8 @@ from tests.support.oracle import (
     train_replicas,
 )
 
+pytestmark = pytest.mark.fast
+
 STEPS = 11
 
 

@@ -16,6 +16,8 @@ from loosestep.flat import Pool, pack, slices, unpack, windows
 from loosestep.schedule import next_sync
 from loosestep.testing import RankPool, run_ranks
 
+pytestmark = pytest.mark.fast
+
 
 def test_a_clock_counts_and_resumes() -> None:
     """Two ticks, saved and loaded, are two."""

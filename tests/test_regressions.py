@@ -40,6 +40,8 @@ from loosestep.peers import peers_of
 from loosestep.testing import RankPool
 from tests.support.oracle import equal, loss_of, make_net, sgd, snapshot
 
+pytestmark = pytest.mark.fast
+
 
 def two_in_flight() -> tuple[float, float, float]:
     rank = dist.get_rank()

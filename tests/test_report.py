@@ -30,6 +30,8 @@ from tests.support.report_runs import (
     write_run,
 )
 
+pytestmark = pytest.mark.fast
+
 
 def report_of(tmp_path: Path, *folders: Path) -> str:
     output = tmp_path / "report.html"

@@ -11,6 +11,8 @@ from loosestep.report.verdict import baseline, target_loss
 from loosestep.trainer.specs import alone
 from tests.support.report_runs import DDP, LOCAL, TWO_LEVELS, facts_and_verdict, val_loss, write_run
 
+pytestmark = pytest.mark.fast
+
 
 def test_verdict_on_one_run(tmp_path):
     """8 steps compute and 1 waits: 25 times 0.054 s of 17.35 s is 7.8 %."""

@@ -25,6 +25,8 @@ from loosestep.testing import RankPool, RanksFailed
 from tests.support.oracle import Experts, equal, snapshot
 from tests.support.resident import Mixed, backward, loss_of
 
+pytestmark = pytest.mark.fast
+
 STEPS = 6
 REDUCERS: dict[str, Reducer] = {"mean": Mean(), "resident": Resident()}
 

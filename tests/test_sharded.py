@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,6 +30,8 @@ from loosestep import (
 )
 from loosestep.tensors import shard_key
 from loosestep.testing import run_ranks
+
+pytestmark = pytest.mark.fast
 
 
 def pairs() -> tuple[DeviceMesh, Topology]:

@@ -19,6 +19,8 @@ from torch.distributed.optim import PostLocalSGDOptimizer as TorchOptimizer
 
 import loosestep
 
+pytestmark = pytest.mark.fast
+
 SOURCE = Path(loosestep.__file__).parent
 
 PUBLIC = """

@@ -16,6 +16,8 @@ from loosestep.trainer.tasks import Feed, Order
 from loosestep.trainer.text import Text, is_binary, read_text
 from loosestep.trainer.transformer import Shape, Transformer
 
+pytestmark = pytest.mark.fast
+
 SHAPE = Shape(context=8, width=16, depth=2, heads=2)
 
 

@@ -25,6 +25,8 @@ from loosestep.trainer.settings import Settings, read_toml
 from loosestep.trainer.specs import Spec, parse_levels, parse_spec
 from loosestep.wire import ErrorFeedback, Int2, Mean, Resident, Scaled, Ternary, TopK, TwoLevel
 
+pytestmark = pytest.mark.fast
+
 # Specs and wires
 
 

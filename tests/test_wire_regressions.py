@@ -43,6 +43,8 @@ from loosestep.wire import Handle
 from loosestep.wire.nonfinite import all_finite
 from tests.support.oracle import equal, loss_of, make_net, sgd, snapshot
 
+pytestmark = pytest.mark.fast
+
 # Averages under way.
 
 CANNOT_OVERLAP: dict[str, tuple[dict[str, Any], str]] = {

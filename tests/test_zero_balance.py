@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from loosestep.optim.shards import UNIT_BYTES, Ownership, as_laid_out, is_dense, memory_of
 
+pytestmark = pytest.mark.fast
+
 WIDTH = 768
 
 

@@ -19,6 +19,8 @@ from loosestep.testing import RankPool
 from tests.support.zero_hooks import HOOKS, Overlapped, Setup, Side, both
 from tests.support.zero_models import WIDTH
 
+pytestmark = pytest.mark.fast
+
 Raised = tuple[str, str]  # the error's class and its text
 
 

@@ -15,6 +15,8 @@ from loosestep import RankMismatch, ZeroOptions, ZeroRedundancyOptimizer
 from loosestep.testing import RankPool, run_ranks
 from tests.support.zero_case import OwnSign
 
+pytestmark = pytest.mark.fast
+
 optim = torch.optim
 
 
