@@ -50,16 +50,16 @@ class Loops(build_ext):
             print(WITHOUT.format(reason), file=sys.stderr, flush=True)
 
     def get_ext_filename(self, fullname: str) -> str:
-        """Return a name without any version of Python in it."""
+        """Return a name without any version of Python in it, and none that could be imported."""
         *packages, name = fullname.split(".")
-        return str(Path(*packages) / f"{name}.so")
+        return str(Path(*packages) / f"{name}.loops.so")
 
     def copy_extensions_to_source(self) -> None:
         """Do so for an editable install, if there is something to copy."""
         if Loops.built:
             super().copy_extensions_to_source()
         else:
-            (NATIVE / "libloosestep.so").unlink(missing_ok=True)
+            (NATIVE / "libloosestep.loops.so").unlink(missing_ok=True)
 
     def get_outputs(self) -> list[str]:
         return super().get_outputs() if Loops.built else []

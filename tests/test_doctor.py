@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from loosestep import PeerLost
+from loosestep import PeerLost, native
 from loosestep.doctor import (
     Finding,
     Level,
     Links,
     inspect_machine,
+    machine,
     measure_links,
     recommend,
 )
+from loosestep.doctor.findings import Level
 from loosestep.lab import EmulatedHosts, Link, missing
 from loosestep.testing import RankPool
 from tests.support.emulated import is_at, run_on
@@ -95,7 +97,15 @@ def test_slurm_without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "RANK and WORLD_SIZE" in found("Slurm").advice
 
 
-def test_without_a_compiler() -> None:
+def test_loops_that_were_not_built_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the way out, as a note: the result is the same."""
+    monkeypatch.setattr(native.library, "_found", lambda: (None, "not built; install again"))
+    loops = next(finding for finding in machine.inspect_machine() if finding.name == "loops in C")
+    assert (loops.value, loops.level) == ("none", Level.NOTE)
+    assert loops.advice.endswith("with the same result: not built; install again")
+
+
+def test_what_is_switched_off_is_told() -> None:
     """Said as a note, in a process of its own since the answer is kept."""
     code = "from loosestep.doctor.machine import *; print(*map(str, inspect_machine()), sep='\\n')"
     done = subprocess.run(

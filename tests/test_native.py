@@ -97,7 +97,7 @@ def test_the_log_says_once_that_there_are_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A warning where they were not built, a note where they are switched off."""
-    with mock.patch.object(library, "LIBRARY", tmp_path / "libloosestep.so"):
+    with mock.patch.object(library, "LIBRARY", tmp_path / "libloosestep.loops.so"):
         fresh = library._found.__wrapped__
         with caplog.at_level(logging.INFO):
             found, reason = fresh()
@@ -119,7 +119,7 @@ def build(folder: Path, **environment: str) -> tuple[Path, str]:
     for name in BUILD:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tree / name)
-    (tree / "src/loosestep/native/libloosestep.so").unlink(missing_ok=True)
+    (tree / "src/loosestep/native/libloosestep.loops.so").unlink(missing_ok=True)
     pip = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation"]
     done = subprocess.run(
         [*pip, "-w", str(folder / "wheel"), str(tree)],
@@ -140,7 +140,7 @@ def test_without_a_compiler_the_package_is_built_without_loops(tmp_path: Path) -
     """It says so, and fits any platform; it averages all the same."""
     wheel, said = build(tmp_path, CC=str(tmp_path / "no-such-compiler"))
     assert wheel.name.endswith("-py3-none-any.whl")
-    assert "libloosestep.so" not in names_in(wheel)
+    assert "libloosestep.loops.so" not in names_in(wheel)
     assert "installed WITHOUT its C loops: there is no C compiler" in said
     room = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(room)
@@ -165,7 +165,7 @@ def test_without_a_compiler_the_package_is_built_without_loops(tmp_path: Path) -
 def test_a_compiler_that_fails_is_told(tmp_path: Path) -> None:
     """Its first line is said, and the package is built without loops."""
     wheel, said = build(tmp_path, LOOSESTEP_CFLAGS="-no-such-flag")
-    assert "libloosestep.so" not in names_in(wheel)
+    assert "libloosestep.loops.so" not in names_in(wheel)
     assert "no-such-flag" in said.partition("WITHOUT its C loops: ")[2].splitlines()[0]
 
 
@@ -175,7 +175,7 @@ def test_a_wheel_is_for_the_platform_and_no_version_of_python(tmp_path: Path) ->
     wheel, said = build(tmp_path / "with")
     assert "WITHOUT" not in said
     assert "-py3-none-linux_" in wheel.name
-    assert names_in(wheel) >= {"libloosestep.so", "interface.h"}
+    assert names_in(wheel) >= {"libloosestep.loops.so", "interface.h"}
     assert not any(name.endswith(".c") for name in names_in(wheel))
     plain, _ = build(tmp_path / "without", CC=str(tmp_path / "no-such-compiler"))
     for kind, each in (("with", wheel), ("without", plain)):

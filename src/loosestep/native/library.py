@@ -13,7 +13,7 @@ from loosestep.native.interface import EXPECTED_HASH, FUNCTIONS, STRUCTURES
 
 logger = logging.getLogger(__name__)
 
-LIBRARY = Path(__file__).with_name("libloosestep.so")
+LIBRARY = Path(__file__).with_name("libloosestep.loops.so")
 REBUILD = "install loosestep again, with a C compiler"
 
 
