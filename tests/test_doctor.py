@@ -19,11 +19,9 @@ from loosestep.doctor import (
     Level,
     Links,
     inspect_machine,
-    machine,
     measure_links,
     recommend,
 )
-from loosestep.doctor.findings import Level
 from loosestep.lab import EmulatedHosts, Link, missing
 from loosestep.testing import RankPool
 from tests.support.emulated import is_at, run_on
@@ -100,7 +98,7 @@ def test_slurm_without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_loops_that_were_not_built_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the way out, as a note: the result is the same."""
     monkeypatch.setattr(native.library, "_found", lambda: (None, "not built; install again"))
-    loops = next(finding for finding in machine.inspect_machine() if finding.name == "loops in C")
+    loops = next(finding for finding in inspect_machine() if finding.name == "loops in C")
     assert (loops.value, loops.level) == ("none", Level.NOTE)
     assert loops.advice.endswith("with the same result: not built; install again")
 
