@@ -54,7 +54,7 @@ optim.shard_state optim.shard_checkpoint optim.shard_wire optim.stepping optim.z
 hooks hooks.adapters hooks.gradients hooks.ddp hooks.plain hooks.fsdp hooks.post_local_sgd
 hooks.reductions hooks.compressed hooks.reduced hooks.resident
 hooks.backward hooks.plans hooks.zero hooks.sharded
-recipes scaling replica syncing adapting attach
+recipes scaling replica syncing adapting attaching
 """.split()
 
 # What is on top of it, and nothing of the above imports: the trainer, its reports, the commands.
@@ -176,13 +176,13 @@ def test_imports_follow_the_flow(path: Path) -> None:
 
 
 def test_gradients_do_not_know_parameters() -> None:
-    """Hooks never import averaging, and nothing imports attach or the recipes but the top."""
+    """Hooks never import averaging, and nothing imports attaching or the recipes but the top."""
     for path in SOURCE.rglob("*.py"):
         name = module_name(path)
         if name.startswith("hooks"):
             assert not imported(path) & {"averaging", "parameters", "averagers"}
-        if name not in {"attach", "adapting", "replica", "__init__", *ON_TOP}:
-            assert not imported(path) & {"attach", "recipes"}
+        if name not in {"attaching", "adapting", "replica", "__init__", *ON_TOP}:
+            assert not imported(path) & {"attaching", "recipes"}
 
 
 def test_no_private_name_of_a_neighbour_is_touched() -> None:

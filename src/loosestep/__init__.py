@@ -8,7 +8,7 @@ Choose what moves between workers, between whom, when and how, without rewriting
         ...  # the loop as it was
 """
 
-from loosestep.attach import Attached, attach
+from loosestep.attaching import Attached, attach
 from loosestep.averagers import (
     HierarchicalModelAverager,
     ModelAverager,

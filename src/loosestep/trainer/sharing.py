@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from loosestep.attach import Attached, attach
+from loosestep.attaching import Attached, attach
 from loosestep.optim.zero import ZeroRedundancyOptimizer
 from loosestep.recipes import Strategy
 from loosestep.schedule import next_sync
