@@ -36,8 +36,9 @@ from loosestep.parameters import (
     get_params_to_average,
 )
 from loosestep.policies import Buffers, Initial, OptimizerState, Sharding
-from loosestep.recipes import Strategy, ddp, hierarchical_sgd, post_local_sgd, zero
+from loosestep.recipes import ddp, hierarchical_sgd, post_local_sgd, zero
 from loosestep.schedule import Schedule, Sync, after, always, every, levels
+from loosestep.strategy import Strategy
 from loosestep.telemetry import JsonLines, Telemetry, TensorBoard
 from loosestep.topology import Topology
 from loosestep.wire import (

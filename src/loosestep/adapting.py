@@ -19,9 +19,9 @@ from loosestep.hooks.resident import InRooms
 from loosestep.hooks.sharded import ShardedBuckets, ShardedDDP, ShardGradients, ToOwners
 from loosestep.optim.zero import ZeroRedundancyOptimizer
 from loosestep.peers import Peers
-from loosestep.recipes import Strategy
 from loosestep.replica import Replica, ShardedReplica
 from loosestep.schedule import Schedule
+from loosestep.strategy import Strategy
 from loosestep.tensors import holders_of
 from loosestep.topology import Topology
 from loosestep.wire import Reducer, lives_in_rooms
