@@ -12,7 +12,7 @@ import math
 from loosestep.cli.comparison import comparison
 from loosestep.cli.folders import check_file
 from loosestep.cli.given import settings_of
-from loosestep.trainer.contenders import check_options
+from loosestep.trainer.contenders import check_spec
 from loosestep.trainer.mistakes import BadInput
 from loosestep.trainer.ranks import rank_from
 
@@ -20,11 +20,11 @@ from loosestep.trainer.ranks import rank_from
 def train(found: argparse.Namespace) -> int:
     """Train as the command line says."""
     settings, rank = settings_of(found), rank_from()
-    check_options(settings.spec)
     if rank is not None and settings.workers is not None:
         raise BadInput("--workers starts workers, but this is one already (RANK or SLURM_PROCID)")
     if rank is not None and settings.out is None:
         raise BadInput("workers started by torchrun or SLURM need --out DIR, the same for all")
+    check_spec(settings.spec)
     import loosestep.cli.train
 
     return loosestep.cli.train.train(settings, rank)

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from loosestep.cli.folders import drop_if_empty, new_folder
 from loosestep.cli.given import command_line
-from loosestep.trainer import contenders
 from loosestep.trainer.checkpoint import find, has_checkpoint, read_manifest
 from loosestep.trainer.display import Display, watcher
 from loosestep.trainer.launch import Outcome, ThisMachine, run_here
@@ -33,7 +32,6 @@ SECONDS_BETWEEN_LOOKS = 0.25
 
 def train(settings: Settings, rank: Rank | None) -> int:
     """Train as the settings say, as this worker or on workers of this machine."""
-    contenders.check_spec(settings.spec)
     if rank is None:
         check_run(settings, settings.workers or DEFAULT_WORKERS, settings.hosts)
     orders = Orders(

@@ -34,7 +34,10 @@ def check_options(spec: Spec) -> None:
 
 
 def check_spec(spec: Spec) -> None:
-    """Raise ``BadInput`` for what is no contender; needs no workers."""
+    """Raise ``BadInput`` for what is no contender; needs no workers.
+
+    Torch is needed only where name and options are right.
+    """
     check_options(spec)
     if plan_of(spec) is None:
         spec.strategy()
