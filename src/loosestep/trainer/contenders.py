@@ -9,28 +9,27 @@ from loosestep.trainer.mistakes import BadInput, nearest
 from loosestep.trainer.plans import CONTENDERS, Plan
 from loosestep.trainer.specs import OURS, Spec, arguments_of, needs
 
-ALL: dict[str, Callable[..., Any]] = {**OURS, **CONTENDERS}
-
 
 def names() -> list[str]:
     """Return the names of all contenders."""
-    return [*ALL]
+    return [*_makers()]
 
 
 def defaults() -> list[Spec]:
     """Return every contender that can do without options, or with periods by level."""
-    needed = {name: needs(make) for name, make in ALL.items()}
+    needed = {name: needs(make) for name, make in _makers().items()}
     return [Spec(name, options) for name, options in needed.items() if options is not None]
 
 
 def check_options(spec: Spec) -> None:
     """Raise ``BadInput`` for a name or an option that there is not; needs no torch."""
-    if spec.name not in ALL:
+    make = _makers().get(spec.name)
+    if make is None:
         raise BadInput(
             f"there is no strategy {spec.name!r}{nearest(spec.name, names())}; there are "
             f"{', '.join(names())}"
         )
-    arguments_of(spec.name, ALL[spec.name], spec.options)
+    arguments_of(spec.name, make, spec.options)
 
 
 def check_spec(spec: Spec) -> None:
@@ -52,3 +51,7 @@ def plan_of(spec: Spec) -> Plan | None:
         return make(**arguments_of(spec.name, make, spec.options))
     except ValueError as error:
         raise BadInput(f"strategy {spec}: {error}") from error
+
+
+def _makers() -> dict[str, Callable[..., Any]]:
+    return {**OURS, **CONTENDERS}
