@@ -10,7 +10,7 @@ import pytest
 
 from loosestep.cli import arguments
 from loosestep.cli.arguments import parse
-from loosestep.cli.compare import contender
+from loosestep.cli.comparison import contender
 from loosestep.cli.given import settings_of
 from loosestep.trainer.contenders import check_spec
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from loosestep import Telemetry, Topology
 from loosestep.testing import RankPool
-from loosestep.trainer.in_tree import CONTENDERS, InTree
+from loosestep.trainer.in_tree import InTree
+from loosestep.trainer.plans import CONTENDERS
 from loosestep.trainer.sharing import OptimizerPlan
 from tests.support.oracle import loss_of, make_net
 

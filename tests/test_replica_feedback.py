@@ -37,10 +37,11 @@ from loosestep.groups import private_twin, world_group
 from loosestep.peers import peers_of
 from loosestep.references import References
 from loosestep.testing import RankPool
-from loosestep.trainer import wires
-from loosestep.trainer.contenders import divided
+from loosestep.trainer.connecting import divided
 from loosestep.trainer.mistakes import BadInput
+from loosestep.trainer.reducers import parameter_reducer
 from loosestep.trainer.specs import parse_spec
+from loosestep.trainer.wires import parse_wire
 from loosestep.work import Work
 from tests.support.oracle import equal, loss_of, make_net, sgd, snapshot
 
@@ -321,9 +322,9 @@ def test_the_commands_refuse_machines_with_several_replicas(pool: RankPool) -> N
 
 def test_by_name() -> None:
     """``+rf`` is for parameters, on hosts that are one replica each."""
-    wire = wires.parameter_wire("int2+rf")
+    wire = parameter_reducer(parse_wire("int2+rf"))
     assert repr(wire) == repr(TwoLevel(ReplicaFeedback(Int2()), hosts="agree"))
     with pytest.raises(BadInput, match=r"such as int2\+rf"):
-        wires.wire("bf16+rf")
+        parse_wire("bf16+rf")
     with pytest.raises(BadInput, match=r"int4\+rf"):
-        wires.wire("int4+fr")
+        parse_wire("int4+fr")

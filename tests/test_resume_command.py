@@ -10,6 +10,7 @@ import torch
 
 from loosestep.runs import read_run
 from loosestep.trainer import checkpoint
+from loosestep.trainer.parts import read_part
 from loosestep.trainer.settings import Settings
 from tests.support.commands import (
     TINY,
@@ -42,7 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_goes_on_from_an_average_that_was_on_its_way(whole: Path, tmp_path: Path):
     start = whole / f"checkpoints/step-{IN_FLIGHT:08d}"
-    state = checkpoint.read_part(start, checkpoint.read_manifest(start), 0)
+    state = read_part(start, checkpoint.read_manifest(start), 0)
     assert state["sharing"]["flight"]["step"] == 48
     done = call("train", "--resume", start, "--out", tmp_path / "again")
     assert (done.code, done.err) == (0, "")
@@ -60,7 +61,7 @@ def test_another_strategy_starts_from_the_mean(whole: Path, tmp_path: Path):
     assert (done.code, done.err) == (0, "")
     last = checkpoint.find(str(folder))
     manifest = checkpoint.read_manifest(last)
-    one, other = (checkpoint.read_part(last, manifest, rank)["model"] for rank in (0, 1))
+    one, other = (read_part(last, manifest, rank)["model"] for rank in (0, 1))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 

@@ -40,8 +40,8 @@ Int2 Int4 Int8 NonFinite NotFinite Rounding Scaled Ternary TopK gradient_hook
 # wire -> flat; gradients and shards go attach -> hooks -> optim -> wire -> flat.
 FLOW = """
 native.interface native.library native
-errors clock places deadline blame groups schedule peers tensors policies flat binding replicas
-topology
+errors clock places sharded_types deadline blame groups schedule peers tensors policies flat binding
+replicas topology
 wire.exchange wire.reducer wire.sockets wire.kernel wire.segments wire.shelf wire.board
 wire.pieces wire.memory wire.train wire.lending wire.links wire.mean wire.resident
 wire.parcels wire.native
@@ -57,7 +57,7 @@ optim.shard_state optim.shard_checkpoint optim.shard_wire optim.stepping optim.z
 hooks hooks.adapters hooks.gradients hooks.ddp hooks.plain hooks.fsdp hooks.post_local_sgd
 hooks.reductions hooks.compressed hooks.reduced hooks.resident
 hooks.backward hooks.plans hooks.zero hooks.sharded
-recipes scaling replica syncing adapting attach
+strategy recipes scaling replica syncing adapting attaching
 """.split()
 
 # What is on top of it, and nothing of the above imports: the trainer, its reports, the commands.
@@ -65,12 +65,13 @@ ON_TOP = """
 runs lab.link lab.hosts lab doctor.findings doctor.links doctor.words doctor.advice doctor.network
 doctor.sharing doctor.machine doctor.pairs doctor.rates doctor.measuring doctor.symptoms
 doctor.show doctor report.course report.differences report.facts report.drawing report.words
-report.verdict report.page report trainer.mistakes trainer.checkpoint trainer.sharing
-trainer.in_tree trainer.wires trainer.specs trainer.settings trainer.contenders trainer.display
-trainer.tasks trainer.images trainer.journal trainer.stopping trainer.loop trainer.orders
+report.verdict report.page report trainer.mistakes trainer.wires trainer.reducers trainer.plans
+trainer.specs trainer.settings trainer.contenders trainer.checkpoint trainer.saved trainer.parts
+trainer.sharing trainer.in_tree trainer.connecting trainer.display trainer.tasks
+trainer.images trainer.journal trainer.stopping trainer.loop trainer.orders
 trainer.ranks trainer.launch trainer.saving trainer.transformer trainer.text trainer.worker
-trainer.start trainer cli.folders cli.given cli.train cli.hosts cli.table cli.compare
-cli.doctor cli.report cli.arguments cli __main__
+trainer.start trainer cli.folders cli.given cli.comparison cli.train cli.hosts cli.table
+cli.compare cli.doctor cli.report cli.commands cli.arguments cli __main__
 """.split()
 FLOW += ON_TOP
 
@@ -179,13 +180,13 @@ def test_imports_follow_the_flow(path: Path) -> None:
 
 
 def test_gradients_do_not_know_parameters() -> None:
-    """Hooks never import averaging, and nothing imports attach or the recipes but the top."""
+    """Hooks never import averaging, and nothing imports attaching or strategies but the top."""
     for path in SOURCE.rglob("*.py"):
         name = module_name(path)
         if name.startswith("hooks"):
             assert not imported(path) & {"averaging", "parameters", "averagers"}
-        if name not in {"attach", "adapting", "replica", "__init__", *ON_TOP}:
-            assert not imported(path) & {"attach", "recipes"}
+        if name not in {"attaching", "adapting", "replica", "recipes", "__init__", *ON_TOP}:
+            assert not imported(path) & {"attaching", "strategy", "recipes"}
 
 
 def test_no_private_name_of_a_neighbour_is_touched() -> None:
@@ -197,9 +198,9 @@ def test_no_private_name_of_a_neighbour_is_touched() -> None:
 
 
 def test_the_core_needs_torch_only() -> None:
-    """Importing the package loads none of the extras."""
+    """Importing all of the package's names loads none of the extras."""
     code = (
-        "import sys, loosestep; "
+        "import sys; from loosestep import *; "
         "print([m for m in ('rich', 'tensorboard', 'pytest') if m in sys.modules])"
     )
     done = subprocess.run(

@@ -15,15 +15,27 @@ from loosestep.cli.arguments import parse
 from loosestep.cli.given import settings_of
 from loosestep.recipes import RECIPES
 from loosestep.runs import log_file
-from loosestep.trainer import contenders, wires
+from loosestep.trainer import contenders
 from loosestep.trainer.display import Display, Tail
-from loosestep.trainer.in_tree import CONTENDERS
 from loosestep.trainer.journal import Journal, chrome_trace
 from loosestep.trainer.mistakes import BadInput
+from loosestep.trainer.plans import CONTENDERS
 from loosestep.trainer.ranks import rank_from
+from loosestep.trainer.reducers import gradient_reducer, parameter_reducer, plain_reducer
 from loosestep.trainer.settings import Settings, read_toml
 from loosestep.trainer.specs import Spec, parse_levels, parse_spec
-from loosestep.wire import ErrorFeedback, Int2, Mean, Resident, Scaled, Ternary, TopK, TwoLevel
+from loosestep.trainer.wires import WIRES, parse_gradient_wire, parse_wire
+from loosestep.wire import (
+    ErrorFeedback,
+    Int2,
+    Mean,
+    Reducer,
+    Resident,
+    Scaled,
+    Ternary,
+    TopK,
+    TwoLevel,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -104,21 +116,35 @@ def test_levels_that_are_none_are_refused(text: str):
         parse_levels(text)
 
 
+def wire(text: str) -> Reducer:
+    return plain_reducer(parse_wire(text))
+
+
+def gradient_wire(text: str) -> Reducer:
+    return gradient_reducer(parse_gradient_wire(text))
+
+
 def test_wires_by_name():
-    assert isinstance(wires.wire("exact"), Mean)
-    assert repr(wires.wire("top0.5%")) == repr(TopK(0.005))
-    assert repr(wires.wire("int2+ef")) == repr(ErrorFeedback(Int2()))
-    assert repr(wires.parameter_wire("int2")) == repr(TwoLevel(Int2()))
-    assert repr(wires.gradient_wire("ternary+sc")) == repr(TwoLevel(Scaled(Ternary())))
-    assert repr(wires.gradient_wire("resident")) == "Resident()"
-    living = wires.gradient_wire("resident+ternary+sc")
+    assert isinstance(wire("exact"), Mean)
+    assert repr(wire("top0.5%")) == repr(TopK(0.005))
+    assert repr(wire("int2+ef")) == repr(ErrorFeedback(Int2()))
+    assert repr(parameter_reducer(parse_wire("int2"))) == repr(TwoLevel(Int2()))
+    assert repr(gradient_wire("ternary+sc")) == repr(TwoLevel(Scaled(Ternary())))
+    assert repr(gradient_wire("resident")) == "Resident()"
+    living = gradient_wire("resident+ternary+sc")
     assert repr(living) == repr(TwoLevel(Scaled(Ternary()), inside=Resident()))
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_every_wire_can_be_made(name: str):
+    assert isinstance(wire(name), Reducer)
+    assert isinstance(parameter_reducer(parse_wire(name)), Reducer)
 
 
 @pytest.mark.parametrize("text", ["resident+exact", "resident+resident", "resident+", "resident+x"])
 def test_a_gradient_wire_that_there_is_not_is_refused(text: str):
     with pytest.raises(BadInput, match=r"inside=Resident|there is no wire"):
-        wires.gradient_wire(text)
+        gradient_wire(text)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +152,7 @@ def test_a_gradient_wire_that_there_is_not_is_refused(text: str):
 )
 def test_a_wire_that_there_is_not_is_refused(text: str):
     with pytest.raises(BadInput, match=r"wire|give Ternary"):
-        wires.wire(text)
+        wire(text)
 
 
 # Settings

@@ -17,11 +17,12 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from loosestep.trainer import checkpoint
+from loosestep.trainer import checkpoint, parts
 from loosestep.trainer.checkpoint import Manifest
 from loosestep.trainer.launch import Team
 from loosestep.trainer.mistakes import BadInput
-from loosestep.trainer.saving import check_fits, check_settings, saved_settings
+from loosestep.trainer.saved import check_settings, saved_settings
+from loosestep.trainer.saving import check_fits
 from loosestep.trainer.settings import Settings, changed
 from loosestep.trainer.stopping import Stopping
 
@@ -43,7 +44,7 @@ def save(
     settings: Settings | None = None,
 ) -> Path:
     folder = checkpoint.partial_folder(run, step)
-    hashes = [checkpoint.write_part(folder, rank, state) for rank, state in enumerate(states)]
+    hashes = [parts.write_part(folder, rank, state) for rank, state in enumerate(states)]
     manifest = Manifest(
         step=step,
         num_workers=len(states),
@@ -64,7 +65,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path):
     manifest = checkpoint.read_manifest(checkpoint.find(str(tmp_path)))
     assert (manifest.step, manifest.samples, manifest.num_workers) == (7, 28, 1)
     assert Settings(**saved_settings(folder, manifest)) == Settings()
-    found = checkpoint.read_part(folder, manifest, 0)
+    found = parts.read_part(folder, manifest, 0)
     assert found["step"] == 7
     assert torch.equal(found["model"]["weight"], torch.tensor([1.5]))
     assert checkpoint.run_of(folder) == tmp_path
@@ -73,7 +74,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path):
 def test_the_mean_of_states_is_that_of_their_floats():
     one = {"w": torch.tensor([1.0, 2.0]), "n": torch.tensor(3), "list": [torch.tensor([0.0])]}
     other = {"w": torch.tensor([3.0, 6.0]), "n": torch.tensor(9), "list": [torch.tensor([1.0])]}
-    mean = checkpoint.mean_state([one | {"lr": 0.5}, other | {"lr": 0.1}])
+    mean = parts.mean_state([one | {"lr": 0.5}, other | {"lr": 0.1}])
     assert mean["w"].tolist() == [2.0, 4.0]
     assert mean["list"][0].tolist() == [0.5]
     assert (mean["n"].item(), mean["lr"]) == (3, 0.5)
@@ -87,16 +88,16 @@ def test_a_byte_that_changed_is_noticed(tmp_path: Path, place: int):
     content[place] ^= 1
     (folder / "rank-0.pt").write_bytes(content)
     with pytest.raises(BadInput, match=r"rank-0\.pt: corrupted"):
-        checkpoint.read_part(folder, checkpoint.read_manifest(folder), 0)
+        parts.read_part(folder, checkpoint.read_manifest(folder), 0)
 
 
 def test_a_part_that_is_missing_is_named(tmp_path: Path):
     folder = save(tmp_path, 1, [{}, {}])
     (folder / "rank-1.pt").unlink()
     manifest = checkpoint.read_manifest(folder)
-    checkpoint.read_part(folder, manifest, 0)
+    parts.read_part(folder, manifest, 0)
     with pytest.raises(BadInput, match=r"rank-1\.pt: missing"):
-        checkpoint.read_part(folder, manifest, 1)
+        parts.read_part(folder, manifest, 1)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_settings_that_make_another_model_are_refused(
 
 def test_what_was_not_written_to_its_end_is_no_checkpoint(tmp_path: Path):
     whole = save(tmp_path, 3, [{}])
-    checkpoint.write_part(checkpoint.partial_folder(tmp_path, 9), 0, {})
+    parts.write_part(checkpoint.partial_folder(tmp_path, 9), 0, {})
     assert checkpoint.find(str(tmp_path)) == whole
     checkpoint.discard(tmp_path, 9)
     assert [path.name for path in whole.parent.iterdir()] == [whole.name]
@@ -182,13 +183,13 @@ def test_the_last_checkpoints_are_kept_and_the_newest_is_found(tmp_path: Path):
 def test_the_same_step_can_be_saved_again(tmp_path: Path):
     save(tmp_path, 1, [{"a": 1}])
     folder = save(tmp_path, 1, [{"a": 2}])
-    assert checkpoint.read_part(folder, checkpoint.read_manifest(folder), 0) == {"a": 2}
+    assert parts.read_part(folder, checkpoint.read_manifest(folder), 0) == {"a": 2}
 
 
 def test_a_part_on_another_disk_is_missed_before_anything_is_called_saved(tmp_path: Path):
     """Workers that do not share the folder of the run are told so when they save."""
     folder = checkpoint.partial_folder(tmp_path, 3)
-    digest = checkpoint.write_part(folder, 0, {"model": {}})
+    digest = parts.write_part(folder, 0, {"model": {}})
     manifest = Manifest(3, 2, {}, "ddp", 0, DATA, 12, {"rank-0.pt": digest, "rank-1.pt": ""}, {})
     with pytest.raises(OSError, match="must share the folder"):
         checkpoint.complete(tmp_path, manifest, 2)

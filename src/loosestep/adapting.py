@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from loosestep.errors import NotAttachable
@@ -19,9 +17,10 @@ from loosestep.hooks.resident import InRooms
 from loosestep.hooks.sharded import ShardedBuckets, ShardedDDP, ShardGradients, ToOwners
 from loosestep.optim.zero import ZeroRedundancyOptimizer
 from loosestep.peers import Peers
-from loosestep.recipes import Strategy
 from loosestep.replica import Replica, ShardedReplica
 from loosestep.schedule import Schedule
+from loosestep.sharded_types import is_dtensor, is_fsdp
+from loosestep.strategy import Strategy
 from loosestep.tensors import holders_of
 from loosestep.topology import Topology
 from loosestep.wire import Reducer, lives_in_rooms
@@ -48,8 +47,8 @@ def make_adapter(
         whole_buckets = WholeBuckets(sharing)
         return DDPAdapter(model, ReducedBuckets(sharing, reducer) if reducer else whole_buckets)
     parameters = list(model.parameters())
-    whole = [p for p in parameters if not isinstance(p, DTensor)]
-    if any(isinstance(part, FSDPModule) for part in model.modules()):
+    whole = [p for p in parameters if not is_dtensor(p)]
+    if any(is_fsdp(part) for part in model.modules()):
         if reducer is not None:
             raise NotAttachable(
                 f"FSDP2 reduces gradients inside its mesh itself, so {reducer} cannot; leave "

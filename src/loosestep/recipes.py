@@ -1,87 +1,23 @@
-"""Strategies: what is shared, between whom, when and how; and the named ones.
+"""The named strategies.
 
 A recipe is a short function that puts parts together. To make your own, put together other parts.
+
+Parts that need torch are imported when a recipe is called: the command line reads the names and the
+arguments of recipes here, and has to answer a mistake at once.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from loosestep.overlap import check_can_overlap
-from loosestep.policies import Buffers, Initial, OptimizerState, Sharding, choose
-from loosestep.schedule import (
-    Schedule,
-    after,
-    always,
-    check_overlap,
-    every,
-    levels,
-    most_seldom,
-)
-from loosestep.topology import Topology
-from loosestep.wire import Reducer, TwoLevel, check_suits_gradients
+from loosestep.schedule import Schedule, after, always, every, levels
 
-
-@dataclass(frozen=True, kw_only=True)
-class Strategy:
-    """Everything that ``attach`` needs to know.
-
-    Example::
-
-        Strategy(schedule=after(100, levels({"host": 4, "world": 32})), buffers="broadcast")
-    """
-
-    schedule: Schedule  # when, and on which level
-    topology: Topology | None = None  # between whom; None: the levels host and world
-    reducer: Reducer = field(default_factory=TwoLevel)  # how parameters are averaged
-    buffers: Buffers | str = Buffers.MEAN  # what a sync does to BatchNorm statistics and the like
-    optimizer_state: OptimizerState | str = OptimizerState.KEEP  # and to momentum and the like
-    initial: Initial | str = Initial.BROADCAST  # what if replicas differ at the start
-    sharding: Sharding | None = None  # given: the optimizer must be sharded, and is kept so
-    gradient_reducer: Reducer | None = None  # how gradients are; None: the backend's all-reduce
-    overlap_steps: int = 0  # more: longer hidden behind training, applied later; 0: at once
-
-    def __post_init__(self) -> None:
-        """Turn names into policies and refuse what is none."""
-        if not isinstance(self.schedule, Schedule):
-            raise TypeError(
-                f"schedule must be one such as every(8), got {self.schedule!r}; see "
-                "loosestep.schedule"
-            )
-        if not isinstance(self.reducer, Reducer):
-            raise TypeError(f"reducer must be one such as Mean(), got {self.reducer!r}")
-        if not isinstance(self.gradient_reducer, Reducer | None):
-            raise TypeError(
-                f"gradient_reducer must be one such as Int8(), got {self.gradient_reducer!r}"
-            )
-        check_suits_gradients(self.gradient_reducer)
-        if not isinstance(self.sharding, Sharding | None):
-            raise TypeError(
-                f"sharding must be one such as Sharding(stage=2), got {self.sharding!r}"
-            )
-        for part in (self.schedule, self.reducer, self.gradient_reducer):
-            if re.search(r" at 0x[0-9a-f]+", repr(part)):
-                raise TypeError(
-                    f"{type(part).__name__} needs a __repr__ that is equal on all ranks, since "
-                    "they compare strategies by it; make it a frozen dataclass"
-                )
-        check_overlap(self.overlap_steps, most_seldom(self.schedule) if self.overlap_steps else [])
-        object.__setattr__(self, "buffers", choose(Buffers, self.buffers))
-        object.__setattr__(self, "optimizer_state", choose(OptimizerState, self.optimizer_state))
-        object.__setattr__(self, "initial", choose(Initial, self.initial))
-        check_can_overlap(
-            self.overlap_steps, self.reducer, choose(OptimizerState, self.optimizer_state)
-        )
-
-    def describe(self) -> str:
-        """Return the strategy as one line, to be compared across ranks."""
-        policies = (self.buffers, self.optimizer_state, self.initial, self.sharding)
-        overlap = f" overlap_steps={self.overlap_steps}" if self.overlap_steps else ""
-        named = " ".join(str(policy) for policy in policies)
-        gradients = "" if self.gradient_reducer is None else f" by {self.gradient_reducer}"
-        return f"{self.schedule}{gradients} {self.reducer} {named}{overlap}"
+if TYPE_CHECKING:
+    from loosestep.policies import Sharding
+    from loosestep.strategy import Strategy
+    from loosestep.topology import Topology
+    from loosestep.wire import Reducer
 
 
 def ddp(*, topology: Topology | None = None, gradient_reducer: Reducer | None = None) -> Strategy:
@@ -90,11 +26,8 @@ def ddp(*, topology: Topology | None = None, gradient_reducer: Reducer | None = 
     >>> ddp().schedule(7)
     Sync(gradients='world', parameters=None)
     """
-    return Strategy(
-        schedule=always(gradients=_widest(topology)),
-        topology=topology,
-        gradient_reducer=gradient_reducer,
-    )
+    schedule = always(gradients=_widest(topology))
+    return _strategy(schedule, topology, gradient_reducer=gradient_reducer)
 
 
 def post_local_sgd(
@@ -119,10 +52,10 @@ def post_local_sgd(
     """
     world = _widest(topology)
     local = every(period, world, gradients=gradients)
-    return Strategy(
-        schedule=after(warmup_steps, local, always(gradients=world)),
-        topology=topology,
-        reducer=TwoLevel() if reducer is None else reducer,
+    return _strategy(
+        after(warmup_steps, local, always(gradients=world)),
+        topology,
+        reducer=reducer,
         gradient_reducer=gradient_reducer,
         overlap_steps=overlap_steps,
     )
@@ -148,10 +81,10 @@ def hierarchical_sgd(
     [None, 'host', 'world']
     """
     world = _widest(topology)
-    return Strategy(
-        schedule=after(warmup_steps, levels(periods, gradients=gradients), always(gradients=world)),
-        topology=topology,
-        reducer=TwoLevel() if reducer is None else reducer,
+    return _strategy(
+        after(warmup_steps, levels(periods, gradients=gradients), always(gradients=world)),
+        topology,
+        reducer=reducer,
         gradient_reducer=gradient_reducer,
         overlap_steps=overlap_steps,
     )
@@ -180,12 +113,9 @@ def zero(
     schedule: Schedule = always(gradients=gradients or world)
     if period is not None:
         schedule = every(period, world, gradients=gradients or "host")
-    return Strategy(
-        schedule=schedule,
-        topology=topology,
-        reducer=TwoLevel() if reducer is None else reducer,
-        sharding=Sharding(stage=stage),
-    )
+    from loosestep.policies import Sharding
+
+    return _strategy(schedule, topology, reducer=reducer, sharding=Sharding(stage=stage))
 
 
 RECIPES: dict[str, Callable[..., Strategy]] = {
@@ -195,3 +125,25 @@ RECIPES: dict[str, Callable[..., Strategy]] = {
 
 def _widest(topology: Topology | None) -> str:
     return "world" if topology is None else topology.widest
+
+
+def _strategy(
+    schedule: Schedule,
+    topology: Topology | None,
+    *,
+    reducer: Reducer | None = None,
+    gradient_reducer: Reducer | None = None,
+    overlap_steps: int = 0,
+    sharding: Sharding | None = None,
+) -> Strategy:
+    from loosestep.strategy import Strategy
+    from loosestep.wire import TwoLevel
+
+    return Strategy(
+        schedule=schedule,
+        topology=topology,
+        reducer=TwoLevel() if reducer is None else reducer,
+        gradient_reducer=gradient_reducer,
+        overlap_steps=overlap_steps,
+        sharding=sharding,
+    )

@@ -27,8 +27,8 @@ from loosestep.policies import (
     optimizer_state_of,
     parts_of,
 )
-from loosestep.recipes import Strategy
 from loosestep.references import References
+from loosestep.strategy import Strategy
 from loosestep.tensors import Named, unique
 from loosestep.topology import Topology
 from loosestep.wire import Reducer, Traffic, TwoLevel, exact_like, leaves_apart

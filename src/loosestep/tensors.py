@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from loosestep.peers import Peers
+from loosestep.sharded_types import is_dtensor
 
 Named = tuple[str, torch.Tensor]
 
@@ -52,7 +52,7 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{name!r} is quantised ({tensor.dtype}); average the float original")
     if tensor.is_meta:
         raise TypeError(f"{name!r} is on the meta device; materialise the model first")
-    if isinstance(tensor, DTensor) and any(place.is_partial() for place in tensor.placements):
+    if is_dtensor(tensor) and any(place.is_partial() for place in tensor.placements):
         raise TypeError(f"{name!r} is a partial DTensor; redistribute it first")
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(
@@ -62,7 +62,7 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
 
 def shard_key(tensor: torch.Tensor) -> str:
     """Return which shard of a DTensor this rank holds; empty for a whole tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return ""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
@@ -99,7 +99,7 @@ def holders_of(peers: Peers, key: str) -> Holders:
 
 def placement(tensor: torch.Tensor) -> str:
     """Return how a DTensor is spread, without this rank's place in it."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return ""
     return f" {tuple(tensor.placements)} on a mesh of {tuple(tensor.device_mesh.shape)}"
 
@@ -128,7 +128,7 @@ def memory(named: Sequence[Named]) -> list[Named]:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     local = tensor.detach()
-    if isinstance(local, DTensor):
+    if is_dtensor(local):
         local = local.to_local()
     return torch.view_as_real(local) if local.is_complex() else local
 

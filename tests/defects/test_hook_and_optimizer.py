@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from loosestep import LoosestepWarning, PostLocalSGDState, attach, every
 from loosestep.errors import forget_warnings
-from loosestep.recipes import Strategy
+from loosestep.strategy import Strategy
 from loosestep.testing import RankPool
 from tests.support.defects import Loop, all_three, attempt, both, library, torch_fails
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from loosestep.cli.arguments import parse
 from loosestep.errors import LoosestepError
+from loosestep.runs import NotARun
 from loosestep.trainer.mistakes import FAILED, STOPPED, USER_ERROR, BadInput
 
 
@@ -33,16 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: Sequence[str]) -> int:
-    try:
-        from loosestep.cli.arguments import parse
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] != "rich":
-            raise
-        raise BadInput("the command line needs rich: pip install 'loosestep[cli]'") from error
-    from loosestep.runs import NotARun
-
     options = parse(given)
     try:
         return int(options.command(options))
     except NotARun as error:
         raise BadInput(str(error)) from error
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "rich":
+            raise
+        raise BadInput("the command line needs rich: pip install 'loosestep[cli]'") from error

@@ -8,10 +8,8 @@ from dataclasses import Field
 from typing import Any, NoReturn
 
 import loosestep
-from loosestep.cli.compare import OF_ONE_RUN, compare
-from loosestep.cli.doctor import doctor
-from loosestep.cli.report import report
-from loosestep.cli.train import train
+from loosestep.cli.commands import compare, doctor, report, train
+from loosestep.cli.comparison import OF_ONE_RUN
 from loosestep.trainer import contenders
 from loosestep.trainer.mistakes import BadInput, nearest
 from loosestep.trainer.settings import default_of, kind_of, options

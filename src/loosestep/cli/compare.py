@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import (
@@ -18,8 +15,9 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from loosestep.cli.folders import check_file, drop_if_empty, new_folder, safe
-from loosestep.cli.given import command_line, settings_of
+from loosestep.cli.comparison import Comparison, Contender
+from loosestep.cli.folders import drop_if_empty, new_folder, safe
+from loosestep.cli.given import command_line
 from loosestep.cli.hosts import Hosts, hosts
 from loosestep.cli.table import table, write_json
 from loosestep.cli.train import check_run, say_error
@@ -30,75 +28,27 @@ from loosestep.runs import log_file, read_run
 from loosestep.trainer import contenders
 from loosestep.trainer.display import Tail, loss_text, steps_of
 from loosestep.trainer.launch import Outcome, run_here
-from loosestep.trainer.mistakes import BadInput
 from loosestep.trainer.orders import Orders
-from loosestep.trainer.ranks import rank_from
-from loosestep.trainer.settings import Settings, changed, default_of, options
-from loosestep.trainer.specs import Spec, parse_spec
-
-ONE_STRATEGY = ("strategy", "period", "levels", "wire", "overlap", "warmup")  # not of several
-OF_ONE_RUN = ("resume", "workers", *ONE_STRATEGY)
+from loosestep.trainer.settings import Settings, changed
 
 
-class Contender(NamedTuple):
-    """A strategy, and what it is called."""
-
-    name: str
-    spec: Spec
-
-
-def contender(text: str) -> Contender:
-    """Read a strategy, with a name of its own if one is given.
-
-    >>> contender("loose=post_local_sgd:period=8").name, contender("ddp").name
-    ('loose', 'ddp')
-    """
-    name, equals, rest = text.partition("=")
-    if not equals or ":" in name:
-        return Contender(str(parse_spec(text)), parse_spec(text))
-    if not name.strip():
-        raise BadInput(f"{text!r}: give a name before '=', as in loose=post_local_sgd:period=8")
-    return Contender(name.strip(), parse_spec(rest))
-
-
-def compare(found: argparse.Namespace) -> int:
+def compare(asked: Comparison) -> int:
     """Train under one strategy after the other, then show what came of it."""
-    if rank_from() is not None:
-        raise BadInput(
-            "compare starts workers of its own, but this is one already (RANK or SLURM_PROCID); "
-            "run it without torchrun or srun, or train with each strategy and report the runs"
-        )
-    chosen = [contender(text) for text in found.strategies] or [
-        Contender(str(spec), spec) for spec in contenders.defaults()
-    ]
-    _check(chosen)
-    if found.target is not None and not math.isfinite(found.target):
-        raise BadInput(f"--target must be a loss, got {found.target}")
-    check_file(found.json, "--json")
-    check_file(found.report, "--report")
-    settings, console = _settings(found), Console(highlight=False, markup=False)
-    with hosts(found, settings, console) as where:
+    for one in asked.contenders:
+        contenders.check_spec(one.spec)
+    settings, console = asked.settings, Console(highlight=False, markup=False)
+    with hosts(asked, console) as where:
         check_run(settings, where.num_workers, where.num_hosts)
         folder = new_folder(settings.out, "compare")
         try:
-            outcome, done = _run_all(chosen, settings, folder, where, console)
+            outcome, done = _run_all(asked.contenders, settings, folder, where, console)
         finally:
             drop_if_empty(folder)
     if done:  # also where a later one has failed
-        _show(done, found, console)
+        _show(done, asked, console)
     if outcome.code:
         say_error(outcome.message or "stopped")
     return outcome.code
-
-
-def _settings(found: argparse.Namespace) -> Settings:
-    """Return the settings; raise for those of a file that only one run can have."""
-    settings = settings_of(found)
-    for setting in options():
-        name = setting.name
-        if name in OF_ONE_RUN and getattr(settings, name) != default_of(setting):
-            raise BadInput(f"{found.config}: {name!r} is for loosestep train; leave it out")
-    return settings
 
 
 def _run_all(
@@ -156,26 +106,17 @@ def _run_one(orders: Orders, where: Hosts, bars: Progress) -> Outcome:
         drop_if_empty(orders.folder)
 
 
-def _check(chosen: Sequence[Contender]) -> None:
-    for one in chosen:
-        contenders.check_spec(one.spec)
-    names = [one.name for one in chosen]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise BadInput(f"{twice!r} is given twice; give each contender once")
-
-
-def _show(done: list[Path], found: argparse.Namespace, console: Console) -> None:
+def _show(done: list[Path], asked: Comparison, console: Console) -> None:
     facts = facts_of([read_run(run) for run in done])
     finished = [run for run in facts if run.final_loss is not None]
-    target = found.target
+    target = asked.target
     if target is None and finished:
         target = target_loss(finished)
     console.print(table(facts, target))
-    output = Path(found.report) if found.report else done[0].parent / "report.html"
+    output = Path(asked.report) if asked.report else done[0].parent / "report.html"
     try:
-        write_report(done, output, target=found.target)
+        write_report(done, output, target=asked.target)
         console.print(f"report: {output}", soft_wrap=True)
     finally:  # one file that cannot be written does not cost the other
-        if found.json:
-            write_json(Path(found.json), facts, target)
+        if asked.json:
+            write_json(Path(asked.json), facts, target)

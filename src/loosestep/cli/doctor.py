@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,7 +16,6 @@ from pathlib import Path
 import torch.distributed as dist
 from rich.console import Console
 
-from loosestep.cli.folders import check_file
 from loosestep.doctor import Finding, Links, inspect_machine, measure_links, recommend, show
 from loosestep.runs import write_whole
 from loosestep.testing import RanksFailed, run_ranks
@@ -30,8 +28,6 @@ MOST_SECONDS = 300.0  # for all of it
 
 def doctor(found: argparse.Namespace) -> int:
     """Look, measure and recommend."""
-    _check(found)
-    check_file(found.json, "--json")
     rank = rank_from()
     if rank is None:
         _tell(found, inspect_machine(), _links_here(found))
@@ -45,14 +41,6 @@ def doctor(found: argparse.Namespace) -> int:
     finally:
         dist.destroy_process_group()
     return 0
-
-
-def _check(found: argparse.Namespace) -> None:
-    for name in ("workers", "parameters", "step_seconds", "timeout"):
-        value = getattr(found, name)
-        if not 0 < value < math.inf:  # NaN is neither
-            flag = "--" + name.replace("_", "-")
-            raise BadInput(f"{flag} must be more than 0 and finite, got {value}")
 
 
 def _say(text: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from loosestep.trainer.checkpoint import find, read_manifest
 from loosestep.trainer.ranks import rank_from
-from loosestep.trainer.saving import check_settings, saved_settings
+from loosestep.trainer.saved import check_settings, saved_settings
 from loosestep.trainer.settings import Settings, read_toml, settings_from
 
 NAMES = frozenset(f.name for f in fields(Settings))

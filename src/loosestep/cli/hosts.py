@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,12 +9,10 @@ from typing import Any
 
 from rich.console import Console
 
+from loosestep.cli.comparison import Comparison
 from loosestep.lab import CannotEmulate, EmulatedHosts, Link, missing
 from loosestep.trainer.launch import Place, ThisMachine
 from loosestep.trainer.mistakes import BadInput
-from loosestep.trainer.settings import Settings
-
-DEFAULT_HOSTS = 2
 
 
 @dataclass(frozen=True)
@@ -34,18 +31,13 @@ class Hosts:
 
 
 @contextmanager
-def hosts(found: argparse.Namespace, settings: Settings, console: Console) -> Iterator[Hosts]:
+def hosts(asked: Comparison, console: Console) -> Iterator[Hosts]:
     """Hold the hosts: emulated ones if a link is asked for, or this machine as it is."""
-    num_hosts, each = settings.hosts or DEFAULT_HOSTS, found.workers_per_host
-    if num_hosts < 1 or each < 1:
-        raise BadInput(
-            f"--hosts and --workers-per-host must be at least 1, got {num_hosts}, {each}"
-        )
-    link = None if found.link is None else _link(found.link)
-    if link is None or _cannot(found, console):
+    num_hosts, each, link = asked.num_hosts, asked.workers_per_host, asked.link
+    if link is None or _cannot(asked, console):
         yield Hosts(ThisMachine(), num_hosts, each, None)
         return
-    said = {"rate": found.link, "hosts": num_hosts, "workers_per_host": each}
+    said = {"rate": link.rate, "hosts": num_hosts, "workers_per_host": each}
     with _emulated(num_hosts, link) as emulated:
         yield Hosts(emulated, num_hosts, each, said)
 
@@ -61,21 +53,14 @@ def _emulated(num_hosts: int, link: Link) -> Iterator[EmulatedHosts]:
         yield emulated
 
 
-def _cannot(found: argparse.Namespace, console: Console) -> bool:
+def _cannot(asked: Comparison, console: Console) -> bool:
     """Say whether links cannot be emulated here; raise unless the user can do without."""
     if not missing():
         return False
-    if not found.or_loopback:
+    if not asked.or_loopback:
         raise BadInput(
             f"{missing()}; --or-loopback compares on the plain loopback instead, where nothing is "
             "slow"
         )
     console.print(f"no emulated link: {missing()}. On the plain loopback instead:")
     return True
-
-
-def _link(rate: str) -> Link:
-    try:
-        return Link(rate)
-    except (ValueError, TypeError) as error:
-        raise BadInput(f"--link: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import sys
@@ -15,14 +14,13 @@ import torch
 from rich.console import Console
 
 from loosestep.cli.folders import drop_if_empty, new_folder
-from loosestep.cli.given import command_line, settings_of
-from loosestep.trainer import contenders
+from loosestep.cli.given import command_line
 from loosestep.trainer.checkpoint import find, has_checkpoint, read_manifest
 from loosestep.trainer.display import Display, watcher
 from loosestep.trainer.launch import Outcome, ThisMachine, run_here
 from loosestep.trainer.mistakes import STOPPED, BadInput
 from loosestep.trainer.orders import Orders
-from loosestep.trainer.ranks import Rank, rank_from
+from loosestep.trainer.ranks import Rank
 from loosestep.trainer.saving import check_fits
 from loosestep.trainer.settings import Settings
 from loosestep.trainer.worker import check_enough, read_task, unit_of
@@ -32,16 +30,10 @@ DEFAULT_WORKERS = 2
 SECONDS_BETWEEN_LOOKS = 0.25
 
 
-def train(found: argparse.Namespace) -> int:
-    """Train as the command line says."""
-    settings, rank = settings_of(found), rank_from()
-    contenders.check_spec(settings.spec)
+def train(settings: Settings, rank: Rank | None) -> int:
+    """Train as the settings say, as this worker or on workers of this machine."""
     if rank is None:
         check_run(settings, settings.workers or DEFAULT_WORKERS, settings.hosts)
-    elif settings.workers is not None:
-        raise BadInput("--workers starts workers, but this is one already (RANK or SLURM_PROCID)")
-    elif settings.out is None:
-        raise BadInput("workers started by torchrun or SLURM need --out DIR, the same for all")
     orders = Orders(
         settings=settings,
         folder=new_folder(settings.out, str(settings.spec)),

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from loosestep.errors import NotAttachable
 from loosestep.hooks.gradients import GradientSharing
 from loosestep.peers import Peers
+from loosestep.sharded_types import is_fsdp
 from loosestep.tensors import shard_key
 
 
@@ -24,7 +24,7 @@ class FSDPAdapter:
         self, module: torch.nn.Module, sharing: GradientSharing, wider: dict[str, Peers]
     ) -> None:
         self._sharing, self._wider, self._active = sharing, wider, True
-        self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._parts = [part for part in module.modules() if is_fsdp(part)]
         for part in self._parts:
             part.set_all_reduce_hook(self._share)
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from loosestep.sharded_types import is_dtensor
 
 
 def only_creates_state(optimizer: torch.optim.Optimizer, kwargs: Mapping[str, Any]) -> bool:
@@ -34,5 +35,5 @@ def only_creates_state(optimizer: torch.optim.Optimizer, kwargs: Mapping[str, An
 
 def _is_zero(gradient: torch.Tensor) -> bool:
     # A DTensor's own any() would be a collective.
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    local = gradient.to_local() if is_dtensor(gradient) else gradient
     return not bool(local.any())

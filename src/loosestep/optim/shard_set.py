@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from loosestep.optim.shards import Ownership, is_dense
+from loosestep.sharded_types import is_dtensor
 
 NOT_SETTINGS = frozenset({"params", "param_names"})
 
@@ -110,7 +110,7 @@ def check_parameters(groups: Iterable[Group]) -> None:
 
 
 def _check_parameter(name: str, parameter: torch.Tensor) -> None:
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         raise TypeError(
             f"{name} is a DTensor, which is sharded already; use the optimizer itself with FSDP2"
         )

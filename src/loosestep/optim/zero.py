@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from loosestep.binding import agree, state
 from loosestep.groups import free_group, own_group, require_process_group, world_group
 from loosestep.optim.kinds import acceptance_of, kind_of
 from loosestep.optim.prepare import ScalerLink, scale_to_norm_, total_norm
-from loosestep.optim.shard_checkpoint import ShardedState
 from loosestep.optim.shard_set import (
     Group,
     Parts,
@@ -48,6 +47,9 @@ from loosestep.optim.spent import forget_spent
 from loosestep.optim.stepping import AtStep, Gradients, InBackward, Stepper, WholeGradients
 from loosestep.optim.zero_options import ZeroOptions
 from loosestep.peers import Peers, Phase, peers_of
+
+if TYPE_CHECKING:
+    from loosestep.optim.shard_checkpoint import ShardedState
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
@@ -285,6 +287,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
             dcp.save({"optimizer": optimizer.sharded_state()}, checkpoint_id=folder)
         """
+        # Not above: it loads parts of torch that nobody needs who saves otherwise.
+        from loosestep.optim.shard_checkpoint import ShardedState
+
         copy_settings(self.param_groups, self.optim.param_groups)
         return ShardedState(self.optim, self.shards, self.names, self._state_replaced)
 

@@ -20,11 +20,12 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from loosestep.trainer.mistakes import BadInput
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = 2  # 1 had no hash of the manifest
 MANIFEST = "manifest.json"
@@ -56,17 +57,6 @@ def partial_folder(run: Path, step: int) -> Path:
 def whole_folder(run: Path, step: int) -> Path:
     """Return where a checkpoint is once it is whole."""
     return run / FOLDER / f"step-{step:08d}"
-
-
-def write_part(folder: Path, rank: int, state: dict[str, Any]) -> str:
-    """Write one worker's state and return its hash."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank-{rank}.pt"
-    with open(path, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    return _hash(path)
 
 
 def complete(run: Path, manifest: Manifest, keep: int) -> Path:
@@ -199,19 +189,6 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def read_part(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
-    """Return one worker's state; raise where the file is not what was written."""
-    path = folder / f"rank-{rank}.pt"
-    try:
-        whole = _hash(path) == manifest.files[path.name]
-    except (OSError, KeyError):
-        raise BadInput(f"{path}: missing; the checkpoint is not whole") from None
-    if not whole:
-        raise BadInput(f"{path}: corrupted: its content is not what was written; take an older one")
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return state
-
-
 def check_model(folder: Path, manifest: Manifest, model: torch.nn.Module) -> None:
     """Raise unless a checkpoint's state has the shapes of this model's."""
     mine = shapes_of(model)
@@ -233,29 +210,9 @@ def shapes_of(model: torch.nn.Module) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def mean_state(states: list[Any]) -> Any:
-    """Return the mean of several workers' states; what is no float tensor is the first one's."""
-    first = states[0]
-    if isinstance(first, torch.Tensor):
-        if not first.is_floating_point():
-            return first
-        wide = torch.stack([state.double() for state in states]).mean(0)
-        return wide.to(first.dtype)
-    if isinstance(first, dict):
-        return {key: mean_state([state[key] for state in states]) for key in first}
-    if isinstance(first, list):
-        return [mean_state(list(items)) for items in zip(*states, strict=True)]
-    return first
-
-
 def _steps(run: Path) -> list[Path]:
     found = (run / FOLDER).glob("step-*") if (run / FOLDER).is_dir() else ()
     return sorted(path for path in found if (path / MANIFEST).exists())
-
-
-def _hash(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,9 +1,5 @@
 """What PyTorch itself has, as contenders: DDP, post-local SGD and hierarchical SGD.
 
-    torch-ddp
-    torch-post-local:period=8,warmup=0
-    torch-hierarchical:host=4,world=8
-
 Gradients are shared by DDP: with all workers, or inside a host. What PyTorch's averagers leave out
 (an average for evaluation and at the end) is done by loosestep, so that all are judged alike.
 """
@@ -37,77 +33,23 @@ from loosestep.averaging import average_
 from loosestep.telemetry import SyncRecord, Telemetry
 from loosestep.topology import Topology
 from loosestep.trainer.mistakes import BadInput
+from loosestep.trainer.plans import Hierarchical, Plan, PostLocal
 from loosestep.trainer.sharing import OptimizerPlan
 from loosestep.wire import Native
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
-class Plan:
-    """A contender before there are workers: its gradient level, and how to make its averager."""
-
-    gradients = "world"
-
-    def averager(self, topology: Topology) -> ModelAverager | None:
-        """Return PyTorch's averager; None: nothing is averaged."""
-        return None
-
-    def due(self, step: int) -> str | None:
-        """Return the level that averages after so many steps, counted from 0."""
-        return None
-
-
-class PlainDDP(Plan):
-    """DistributedDataParallel as it is."""
-
-
-class PostLocal(Plan):
-    """In-host gradients after a warm-up, and a PeriodicModelAverager."""
-
-    def __init__(self, period: int = 4, warmup_steps: int = 0, gradients: str = "host") -> None:
-        self.period, self.warmup_steps, self.gradients = period, warmup_steps, gradients
-        if period < 1 or warmup_steps < 0:
-            raise ValueError(f"period must be at least 1, warmup 0, got {period}, {warmup_steps}")
-
-    def averager(self, topology: Topology) -> ModelAverager | None:
-        """Return a periodic one."""
-        return PeriodicModelAverager(self.period, self.warmup_steps)
-
-    def due(self, step: int) -> str | None:
-        """Follow the averager."""
-        since = step - self.warmup_steps
-        return "world" if since >= 0 and since % self.period == 0 else None
-
-
-class Hierarchical(Plan):
-    """In-host gradients, and a HierarchicalModelAverager."""
-
-    warmup_steps = 0
-
-    def __init__(self, periods: Mapping[str, int], gradients: str = "host") -> None:
-        self.periods, self.gradients = dict(periods), gradients
-        found = list(self.periods.values())
-        if list(self.periods)[-1] != "world" or found != sorted({*found, 1})[-len(found) :]:
-            raise ValueError("periods must grow up to that of world, as in host=4,world=8")
-
-    def averager(self, topology: Topology) -> ModelAverager | None:
-        """Return one with a group size for every level."""
+def make_averager(plan: Plan, topology: Topology) -> ModelAverager | None:
+    """Return PyTorch's averager; None: nothing is averaged."""
+    if isinstance(plan, PostLocal):
+        return PeriodicModelAverager(plan.period, plan.warmup_steps)
+    if isinstance(plan, Hierarchical):
         sizes = OrderedDict(
-            (period, len(topology.members(level))) for level, period in self.periods.items()
+            (period, len(topology.members(level))) for level, period in plan.periods.items()
         )
         return HierarchicalModelAverager(sizes)  # type: ignore[no-untyped-call]
-
-    def due(self, step: int) -> str | None:
-        """Follow the averager: the widest level that is due."""
-        due = [level for level, period in self.periods.items() if step % period == 0]
-        return due[-1] if due else None
-
-
-CONTENDERS: dict[str, Callable[..., Plan]] = {
-    "torch-ddp": PlainDDP,
-    "torch-post-local": PostLocal,
-    "torch-hierarchical": Hierarchical,
-}
+    return None
 
 
 class InTree:
@@ -129,7 +71,7 @@ class InTree:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what they deprecate among themselves
             self.model: torch.nn.Module = DistributedDataParallel(model)
-            self._averager = plan.averager(topology)
+            self._averager = make_averager(plan, topology)
         self.optimizer = optimizer.make()
         self.model.register_comm_hook(*self._hook())
         self._numel = sum(p.numel() for p in model.parameters())
@@ -138,7 +80,7 @@ class InTree:
         if self._averager is None:
             return None, self._timed(allreduce_hook)
         subgroup = self._topology.process_group(self._plan.gradients)
-        warmup = getattr(self._plan, "warmup_steps", 0)
+        warmup = self._plan.warmup_steps
         self._state = PostLocalSGDState(None, subgroup, warmup, post_local_gradient_allreduce=True)  # type: ignore[no-untyped-call]
         return self._state, self._timed(post_localSGD_hook)
 
@@ -164,7 +106,7 @@ class InTree:
         """Count what DDP has shared, and how long it was waited for."""
         if self._launched is None:
             return
-        warmup = self._averager is not None and self._step < getattr(self._plan, "warmup_steps", 0)
+        warmup = self._averager is not None and self._step < self._plan.warmup_steps
         level = "world" if warmup else self._plan.gradients
         waited, self._launched = time.perf_counter() - self._launched, None
         self._record(level, "gradients", waited)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from loosestep.trainer import checkpoint
 from loosestep.trainer.checkpoint import Manifest, complete
 from loosestep.trainer.loop import Worker, inner
 from loosestep.trainer.mistakes import BadInput, one_line
-from loosestep.trainer.settings import Settings, flag, read_saved, settings_from
+from loosestep.trainer.parts import mean_state, read_part, write_part
+from loosestep.trainer.saved import check_settings
 
 Part = dict[str, Any]
 
@@ -30,7 +31,7 @@ def save(worker: Worker, run: Path) -> Path | None:
         "sharing": worker.sharing.state_dict(),
         "seconds": worker.journal.now,
     }
-    hashes = _agreed(run, worker, lambda: checkpoint.write_part(folder, dist.get_rank(), state))
+    hashes = _agreed(run, worker, lambda: write_part(folder, dist.get_rank(), state))
     manifest = _manifest(worker, hashes)
     keep = worker.settings.keep
     _agreed(run, worker, lambda: "" if dist.get_rank() else str(complete(run, manifest, keep)))
@@ -121,43 +122,6 @@ def check_fits(
         )
 
 
-def saved_settings(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """Return the settings of the run that wrote a checkpoint; raise for what no run has."""
-    if unknown := sorted(manifest.settings.keys() - {f.name for f in fields(Settings)}):
-        raise BadInput(
-            f"{folder}: made by another version, with a setting {unknown[0]!r}; go on with that one"
-        )
-    try:
-        settings = read_saved("settings", manifest.settings)
-        settings_from(settings)  # refuses numbers that make no run
-    except BadInput as error:
-        raise checkpoint.broken(folder, str(error)) from error
-    return settings
-
-
-def check_settings(folder: Path, manifest: Manifest, settings: Settings) -> None:
-    """Raise unless a checkpoint's model has the settings of this one, which may not show in shapes.
-
-    The same weights with other heads or another context are another function.
-    """
-    before = settings_from(saved_settings(folder, manifest))
-    for name in _of_model(settings):
-        there, here = getattr(before, name), getattr(settings, name)
-        if there != here:
-            raise BadInput(
-                f"{folder}: a checkpoint of another model: {flag(name)} is {there} there and "
-                f"{here} here; give {flag(name)} {there}, or start anew without --resume"
-            )
-
-
-def _of_model(settings: Settings) -> tuple[str, ...]:
-    """Return the settings that make the model and what goes into it."""
-    if settings.task == "text":
-        return ("task", "width", "depth", "heads", "context")
-    sizes = ("image_size",) if settings.data else ()  # the digits have a size of their own
-    return ("task", "width", *sizes)
-
-
 def _read(folder: Path, manifest: Manifest, read: Callable[[Path, Manifest], Part]) -> Part:
     """Read a part; raise on all workers where one could not, before any has written anything."""
     part: Part = {}
@@ -173,18 +137,18 @@ def _read(folder: Path, manifest: Manifest, read: Callable[[Path, Manifest], Par
 
 def _own_part(folder: Path, manifest: Manifest) -> Part:
     rank = dist.get_rank()
-    part = checkpoint.read_part(folder, manifest, rank)
+    part = read_part(folder, manifest, rank)
     while part["optimizer"] is None:  # the first of a group keeps a sharded one for the others
         rank -= 1
-        part["optimizer"] = checkpoint.read_part(folder, manifest, rank)["optimizer"]
+        part["optimizer"] = read_part(folder, manifest, rank)["optimizer"]
     return part
 
 
 def _mean_part(folder: Path, manifest: Manifest) -> Part:
-    parts = [checkpoint.read_part(folder, manifest, r) for r in range(manifest.num_workers)]
+    parts = [read_part(folder, manifest, r) for r in range(manifest.num_workers)]
     optimizers = [part["optimizer"] for part in parts if part["optimizer"] is not None]
     return {
-        "model": checkpoint.mean_state([part["model"] for part in parts]),
-        "optimizer": checkpoint.mean_state(optimizers),
+        "model": mean_state([part["model"] for part in parts]),
+        "optimizer": mean_state(optimizers),
         "seconds": parts[0]["seconds"],
     }

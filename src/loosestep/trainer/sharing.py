@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from loosestep.attach import Attached, attach
+from loosestep.attaching import Attached, attach
 from loosestep.optim.zero import ZeroRedundancyOptimizer
-from loosestep.recipes import Strategy
 from loosestep.schedule import next_sync
+from loosestep.strategy import Strategy
 from loosestep.telemetry import Telemetry
 from loosestep.topology import Topology
 from loosestep.trainer.mistakes import BadInput

@@ -8,6 +8,8 @@ Names are those of the recipes, options those of the recipe's arguments; nothing
 second time. For short, ``wire`` is ``reducer``, ``gradient_wire`` is ``gradient_reducer``,
 ``overlap`` is ``overlap_steps``, ``warmup`` is ``warmup_steps``, and where a recipe has periods by
 level, a level is an option of its own.
+
+Nothing here needs torch before a strategy is made: mistakes are answered without it.
 """
 
 from __future__ import annotations
@@ -16,18 +18,22 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from loosestep.recipes import RECIPES, Strategy
+from loosestep.recipes import RECIPES
 from loosestep.schedule import always
-from loosestep.topology import Topology
 from loosestep.trainer.mistakes import BadInput, nearest
-from loosestep.trainer.wires import gradient_wire, parameter_wire
-from loosestep.wire import Reducer
+from loosestep.trainer.wires import Wire, parse_gradient_wire, parse_wire
+
+if TYPE_CHECKING:
+    from loosestep.strategy import Strategy
+    from loosestep.topology import Topology
 
 
 def alone(*, topology: Topology | None = None) -> Strategy:
     """Share nothing: what computing takes, and what a worker learns by itself."""
+    from loosestep.strategy import Strategy
+
     return Strategy(schedule=always(), topology=topology)
 
 
@@ -41,6 +47,8 @@ SHORT = {
     "levels": "periods",
 }
 LEVELS = ("host", "world")  # those of Topology.from_hosts
+# Types in the recipes' signatures that need torch; on a command line there is a wire for a reducer.
+STAND_INS = {"Reducer": Wire, "Strategy": object, "Topology": object}
 Value = str | int | float | bool | None | Mapping[str, int]
 
 
@@ -68,7 +76,7 @@ class Spec:
     def strategy(self, topology: Topology | None = None) -> Strategy:
         """Make the strategy; raise ``BadInput`` where the recipe refuses it."""
         recipe = _recipe(self.name)
-        arguments = arguments_of(self.name, recipe, self.options)
+        arguments = _with_reducers(arguments_of(self.name, recipe, self.options))
         try:
             return recipe(**arguments, topology=topology)
         except (ValueError, TypeError) as error:
@@ -111,7 +119,10 @@ def parse_levels(text: str) -> dict[str, int]:
 def arguments_of(
     name: str, recipe: Callable[..., Any], options: Mapping[str, Value]
 ) -> dict[str, Any]:
-    """Return a recipe's arguments for options; raise for those that it does not have."""
+    """Return a recipe's arguments for options; raise for those that it does not have.
+
+    In place of a reducer there is a ``Wire``.
+    """
     wanted = _arguments(recipe)
     by_level = next((key for key, hint in wanted.items() if _is_mapping(hint)), None)
     arguments: dict[str, Any] = {}
@@ -126,6 +137,19 @@ def arguments_of(
     _check_required(name, recipe, arguments)
     _check_levels(name, arguments)
     return arguments
+
+
+def _with_reducers(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's arguments with what its wires stand for."""
+    if not any(isinstance(value, Wire) for value in arguments.values()):
+        return dict(arguments)
+    from loosestep.trainer.reducers import gradient_reducer, parameter_reducer
+
+    makers = {"reducer": parameter_reducer, "gradient_reducer": gradient_reducer}
+    return {
+        key: makers[key](value) if isinstance(value, Wire) else value
+        for key, value in arguments.items()
+    }
 
 
 def needs(recipe: Callable[..., Any]) -> dict[str, Value] | None:
@@ -177,7 +201,7 @@ def _recipe(name: str) -> Callable[..., Strategy]:
 def _arguments(recipe: Callable[..., Any]) -> dict[str, Any]:
     """Return what can be given on a command line, with its type."""
     function = getattr(recipe, "__init__") if isinstance(recipe, type) else recipe  # noqa: B009
-    hints = typing.get_type_hints(function)
+    hints = typing.get_type_hints(function, localns=STAND_INS)
     return {key: hints[key] for key in inspect.signature(recipe).parameters if key != "topology"}
 
 
@@ -194,8 +218,8 @@ def _allowed(hint: Any) -> tuple[Any, ...]:
 def _converted(what: str, hint: Any, key: str, value: Value) -> Any:
     """Return an option as the recipe wants it."""
     allowed = _allowed(hint)
-    if Reducer in allowed:
-        return (parameter_wire if key == "reducer" else gradient_wire)(str(value))
+    if Wire in allowed:
+        return (parse_wire if key == "reducer" else parse_gradient_wire)(str(value))
     if value is None or isinstance(value, Mapping):
         return value
     kinds = tuple(kind for kind in allowed if isinstance(kind, type))

@@ -9,103 +9,76 @@ int2+ef                   with error feedback: what was lost is sent later
 int2+rf                   the same for parameters; what was lost stays in the replica until then
 ternary+sc                gradients in -1, 0 or 1 times a scale that every value has for itself
 resident+ternary+sc       the same, of gradients that live in memory shared by a host's workers
+
+Nothing here needs torch; ``reducers`` makes of a wire what moves values.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-
-import torch
+from dataclasses import dataclass, replace
 
 from loosestep.trainer.mistakes import BadInput, nearest
-from loosestep.wire import (
-    Cast,
-    ErrorFeedback,
-    Int2,
-    Int4,
-    Int8,
-    Mean,
-    Reducer,
-    ReplicaFeedback,
-    Resident,
-    Scaled,
-    Ternary,
-    TopK,
-    TwoLevel,
-    leaves_apart,
-)
 
-WIRES: dict[str, Callable[[], Reducer]] = {
-    "exact": Mean,
-    "resident": Resident,
-    "bf16": lambda: Cast(torch.bfloat16),
-    "fp16": lambda: Cast(torch.float16),
-    "int8": Int8,
-    "int4": Int4,
-    "int2": Int2,
-    "ternary": Ternary,
+# The reducer that a name stands for, and its argument, if it takes one.
+WIRES: dict[str, tuple[str, str | None]] = {
+    "exact": ("Mean", None),
+    "resident": ("Resident", None),
+    "bf16": ("Cast", "bfloat16"),
+    "fp16": ("Cast", "float16"),
+    "int8": ("Int8", None),
+    "int4": ("Int4", None),
+    "int2": ("Int2", None),
+    "ternary": ("Ternary", None),
 }
-FEEDBACK: dict[str, Callable[[Reducer], Reducer]] = {
-    "+ef": ErrorFeedback,
-    "+rf": ReplicaFeedback,
-    "+sc": Scaled,
-}
+FEEDBACK = {"+ef": "ErrorFeedback", "+rf": "ReplicaFeedback", "+sc": "Scaled"}
 LIVING = "resident+"  # gradients that live in shared memory, and travel by what follows
 EXAMPLES = {"+ef": "int2+ef", "+rf": "int2+rf", "+sc": "ternary+sc"}
 
 
-def wire(text: str) -> Reducer:
-    """Return the reducer of a name.
+@dataclass(frozen=True)
+class Wire:
+    """A wire as it was written, not yet made into a reducer."""
 
-    >>> type(wire("int4")).__name__
-    'Int4'
+    text: str
+    reducer: str  # its name in ``loosestep.wire``
+    argument: str | float | None = None  # a dtype's name or a density
+    feedback: str | None = None  # the name of the reducer around it
+    living: bool = False  # whether ``resident+`` stood before the text
+
+
+def parse_wire(text: str) -> Wire:
+    """Read a wire for parameters, or for anything.
+
+    >>> parse_wire("int2+ef")
+    Wire(text='int2+ef', reducer='Int2', argument=None, feedback='ErrorFeedback', living=False)
     """
     suffix = text[-3:] if text[-3:] in FEEDBACK else ""
     name = text.removesuffix(suffix)
-    inner = _named(name, text)
-    if not suffix:
-        return inner
-    if name in ("exact", "resident", "bf16", "fp16"):
+    reducer, argument = _named(name, text)
+    if suffix and name in ("exact", "resident", "bf16", "fp16"):
         raise BadInput(
             f"{text!r}: {suffix} is for wires that lose much, such as {EXAMPLES[suffix]}"
         )
-    try:
-        return FEEDBACK[suffix](inner)
-    except ValueError as error:
-        raise BadInput(f"{text!r}: {error}") from error
+    return Wire(text, reducer, argument, FEEDBACK.get(suffix))
 
 
-def parameter_wire(text: str) -> Reducer:
-    """Return the reducer for parameters: one copy a host, which then travels by the wire."""
-    if text == "resident":
-        return Resident()
-    inner = wire(text)
-    if leaves_apart(inner):  # a host must be one replica
-        return TwoLevel(inner, hosts="agree")
-    return TwoLevel() if text == "exact" else TwoLevel(inner)
+def parse_gradient_wire(text: str) -> Wire:
+    """Read a wire for gradients, which may live in shared memory.
+
+    >>> parse_gradient_wire("resident+int4").living
+    True
+    """
+    return replace(parse_wire(text.removeprefix(LIVING)), living=text.startswith(LIVING))
 
 
-def gradient_wire(text: str) -> Reducer:
-    """Return the reducer for gradients: what is compressed, is so between hosts only."""
-    inner = wire(text.removeprefix(LIVING))
-    if leaves_apart(inner):
-        return inner  # which is refused, with the reason
-    if not text.startswith(LIVING):
-        return TwoLevel(inner) if getattr(inner, "lossy", False) else inner
-    try:
-        return TwoLevel(inner, inside=Resident())
-    except ValueError as error:
-        raise BadInput(f"{text!r}: {error}") from error
-
-
-def _named(name: str, text: str) -> Reducer:
+def _named(name: str, text: str) -> tuple[str, str | float | None]:
     if name in WIRES:
-        return WIRES[name]()
+        return WIRES[name]
     if share := re.fullmatch(r"top(\d+(?:\.\d+)?)%", name):
         density = float(share[1]) / 100
         if 0 < density <= 1:
-            return TopK(density)
+            return "TopK", density
     lossy = ("int8", "int4", "int2", "ternary", "top1%")
     known = [*WIRES, "top1%", *(f"{w}{suffix}" for suffix in FEEDBACK for w in lossy)]
     known.remove("int2+sc")  # which is refused

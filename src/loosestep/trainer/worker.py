@@ -25,7 +25,7 @@ from loosestep.errors import LoosestepError, PeerLost
 from loosestep.telemetry import Telemetry, TensorBoard
 from loosestep.topology import Topology
 from loosestep.trainer import saving
-from loosestep.trainer.contenders import make_sharing
+from loosestep.trainer.connecting import make_sharing
 from loosestep.trainer.images import Images, read_images
 from loosestep.trainer.journal import Journal
 from loosestep.trainer.loop import Worker, make_feed, plan_optimizer

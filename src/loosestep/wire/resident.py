@@ -14,11 +14,11 @@ import weakref
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from loosestep import native
 from loosestep.errors import NotAttachable
 from loosestep.peers import Peers, Phase
+from loosestep.sharded_types import is_dtensor
 from loosestep.tensors import Named
 from loosestep.wire.board import Board, Home
 from loosestep.wire.links import board_of
@@ -120,7 +120,7 @@ def _immovable(tensors: Sequence[torch.Tensor]) -> str:
     """Return why these parameters cannot be resident, or ''."""
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return f"they must be on the CPU, got {tensors[0].device}"
-    if any(isinstance(tensor, DTensor) for tensor in tensors):
+    if any(is_dtensor(tensor) for tensor in tensors):
         return "they must be whole, and these are DTensors"
     return ""
 

@@ -26,10 +26,10 @@ from loosestep.optim.prepare import ScalerLink
 from loosestep.optim.zero import ZeroRedundancyOptimizer
 from loosestep.peers import Peers
 from loosestep.policies import unwrap_compiled
-from loosestep.recipes import Strategy
 from loosestep.replica import Replica, ShardedReplica
 from loosestep.scaling import ScalerWatch
 from loosestep.schedule import chains_of
+from loosestep.strategy import Strategy
 from loosestep.syncing import Syncs
 from loosestep.telemetry import Telemetry
 from loosestep.topology import Topology
