@@ -3,11 +3,13 @@
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 
 from loosestep.testing import RankPool
+from tests.support.result_file import ResultFile
 
 ALLOWED_SKIPS = [r"no GPU"]
 
@@ -16,6 +18,15 @@ hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
 
 refused_skips: list[str] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--result-file", type=Path, help="write what the run came to, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--result-file"):
+        config.pluginmanager.register(ResultFile(path))
 
 
 @pytest.fixture(scope="session")
