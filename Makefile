@@ -1,4 +1,4 @@
-# make demo | test | check | format | bench | clean
+# make demo | test | test-torch TORCH=2.14.1 | check | format | bench | clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,7 +8,7 @@ CODE := $(wildcard src tests benchmarks examples)
 # Ranks are processes; a thread pool in each would have them fight for the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test browser check format bench clean
+.PHONY: demo test test-torch browser check format bench clean
 
 # Four workers as two hosts. Slow links need root on Linux; elsewhere it says so and goes on without.
 demo: $(READY)
@@ -19,6 +19,16 @@ demo: $(READY)
 
 test: $(READY) browser
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The suite on another version of torch, in an environment of its own; what came of it is kept.
+TORCH_VENV ?= .venv-torch-$(TORCH)
+test-torch: browser
+	@test -n "$(TORCH)" || { echo "say which version: make test-torch TORCH=2.14.1"; exit 2; }
+	test -d $(TORCH_VENV) || $(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/pip install --quiet torch==$(TORCH)
+	$(TORCH_VENV)/bin/pip install --quiet torch==$(TORCH) -e '.[dev]'
+	$(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS) \
+	  --result-file tests/results/$(shell date +%F)-torch-$(TORCH).json
 
 # For the tests of the report; without it they are skipped and say so.
 browser:
@@ -39,7 +49,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-torch-* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # torch first and pinned to what the suite has run on; where a CPU build of it is to be had, this

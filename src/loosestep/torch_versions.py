@@ -7,6 +7,7 @@ for their own accelerators should keep it.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -48,6 +49,14 @@ def warn_if_untested() -> None:
             f"{torch.__version__}: it may fail or behave otherwise. Install a version of that "
             "range, or run loosestep's tests on this one",
         )
+
+
+def group_name(text: str) -> Any:
+    """Return a process group's name as torch takes it.
+
+    Some versions have a type for it, ``GroupName``. At run time it is a str in all of them.
+    """
+    return text
 
 
 def buffers_are_broadcast(module: DistributedDataParallel) -> bool:
