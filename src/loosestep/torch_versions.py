@@ -70,7 +70,7 @@ def broadcast_buffers(module: DistributedDataParallel, wanted: bool) -> None:
 
 
 def _broadcast_attribute(module: DistributedDataParallel) -> str:
-    # Renamed in 2.13, which still reads and writes the old name but calls it deprecated.
+    # The first is the newer name; versions that have it read the second one too, as deprecated.
     return (
         "forward_sync_buffers" if hasattr(module, "forward_sync_buffers") else "broadcast_buffers"
     )

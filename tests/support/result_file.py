@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import time
@@ -46,7 +47,7 @@ class ResultFile:
             "command": shlex.join(["pytest", *session.config.invocation_params.args]),
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "platform": platform.platform(),
+            "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
             "exit_status": int(exitstatus),
             "seconds": round(time.monotonic() - self._began, 1),
             **{name: self._counts[name] for name in ("passed", "failed", "skipped")},
