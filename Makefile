@@ -13,7 +13,7 @@ SIDE_BY_SIDE := -n $(WORKERS) --dist loadgroup
 # Ranks are processes; a thread pool in each would have them fight for the cores.
 demo bench: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-fast test-long browser check format bench dist clean
+.PHONY: demo test test-fast test-long test-torch browser check format bench dist clean
 
 # Four workers as two hosts. Slow links need root on Linux; elsewhere it says so and goes on without.
 demo: $(READY)
@@ -33,6 +33,16 @@ test-fast: $(READY)
 test-long: $(READY)
 	$(BIN)/python -m pytest -m 'long or hypothesis' --hypothesis-profile thorough --timeout 1200 \
 	  $(SIDE_BY_SIDE) --result-file tests/results/$$(date +%F)-long.json $(PYTEST_ARGS)
+
+# The suite on another version of torch, in an environment of its own; what came of it is kept.
+TORCH_VENV ?= .venv-torch-$(TORCH)
+test-torch: browser
+	@test -n "$(TORCH)" || { echo "say which version: make test-torch TORCH=2.14.1"; exit 2; }
+	test -d $(TORCH_VENV) || $(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/pip install --quiet torch==$(TORCH)
+	$(TORCH_VENV)/bin/pip install --quiet torch==$(TORCH) -e '.[dev]'
+	$(TORCH_VENV)/bin/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS) \
+	  --result-file tests/results/$(shell date +%F)-torch-$(TORCH).json
 
 # For the tests of the report; without it they are skipped and say so.
 browser:

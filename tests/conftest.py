@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch is loaded. Ranks are processes; thread pools in them would fight for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,6 +12,7 @@ import hypothesis
 import pytest
 
 from loosestep.testing import RankPool
+from tests.support.result_file import ResultFile
 
 ALLOWED_SKIPS = [r"no GPU"]
 
@@ -20,6 +22,16 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=400
 hypothesis.settings.load_profile("brief")
 
 refused_skips: list[str] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--result-file", type=Path, help="write what the run came to, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--result-file")
+    if path and not hasattr(config, "workerinput"):  # of those side by side, who collects writes
+        config.pluginmanager.register(ResultFile(path))
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,7 @@ from loosestep import (
 )
 from loosestep.telemetry import Sink
 from loosestep.testing import RankPool
+from loosestep.torch_versions import buffers_are_broadcast
 from tests.support.oracle import close, equal, loss_of, make_net, sgd, snapshot
 
 pytestmark = pytest.mark.fast
@@ -301,13 +302,13 @@ def test_a_step_after_an_interrupted_backward_is_refused(pool: RankPool) -> None
 def detach_and_attach() -> tuple[bool, bool, int]:
     net = DistributedDataParallel(make_net())
     optimizer = sgd(net)
-    broadcasts = net.forward_sync_buffers
+    broadcasts = buffers_are_broadcast(net)
     groups = len(dist.distributed_c10d._world.pg_map)
     for _ in range(3):
         with attach(net, optimizer, post_local_sgd(2, warmup_steps=0, gradients=None)):
             go(net, optimizer, 2)
-            assert not net.forward_sync_buffers
-    restored = net.forward_sync_buffers == broadcasts
+            assert not buffers_are_broadcast(net)
+    restored = buffers_are_broadcast(net) == broadcasts
     reference = DistributedDataParallel(make_net())
     reference.load_state_dict(net.state_dict())
     their_sgd = torch.optim.SGD(reference.parameters(), lr=0.05)

@@ -109,7 +109,7 @@ def test_a_cut_cable_is_an_error(hosts: TwoHosts, places: tuple[int, ...]) -> No
     size = len(places)
     ranks = [hosts.start(train_until_cut, rank=r, host=h, size=size) for r, h in enumerate(places)]
     for rank in ranks:
-        assert rank.read_line() == "ten steps"
+        rank.wait_for("ten steps")
     hosts.cut()
     for here, rank in enumerate(ranks):
         seen = rank.result(timeout=30)

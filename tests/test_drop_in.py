@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from loosestep import (
     HierarchicalModelAverager,
@@ -21,7 +20,15 @@ from loosestep import (
     post_localSGD_hook,
 )
 from loosestep.testing import RankPool
-from tests.support.oracle import average, equal, loss_of, make_net, sgd, snapshot
+from tests.support.oracle import (
+    average,
+    ddp_with_local_buffers,
+    equal,
+    loss_of,
+    make_net,
+    sgd,
+    snapshot,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -107,7 +114,7 @@ class Stack:
         # Two ranks: DDP regroups its buckets after the first step, and the order of a sum of
         # more than two gradients would change with it.
         subgroup, _ = dist.new_subgroups(1)
-        self.net = DistributedDataParallel(make_net(), forward_sync_buffers=False)
+        self.net = ddp_with_local_buffers(make_net())
         averager = make_averager(kind, None, self.net)
         self.hook = PostLocalSGDState(None, subgroup, 2, clock=averager.clock)
         self.net.register_comm_hook(self.hook, post_localSGD_hook)

@@ -32,7 +32,7 @@ from loosestep.hooks.compressed import reduce_bucket
 from loosestep.hooks.reductions import Reductions
 from loosestep.peers import peers_of
 from loosestep.testing import RankPool
-from tests.support.oracle import batch, loss_of, make_net, snapshot
+from tests.support.oracle import batch, ddp_with_local_buffers, loss_of, make_net, snapshot
 
 pytestmark = pytest.mark.fast
 
@@ -47,9 +47,7 @@ def wrap(
     """Return a DDP module of many buckets whose gradients go through ``reducer``."""
     net = make_net()
     net.norm.eval()  # statistics apart: DDP's broadcast of buffers is not the subject
-    model = DistributedDataParallel(
-        net, process_group=group, bucket_cap_mb=TINY_MB, forward_sync_buffers=False, **options
-    )
+    model = ddp_with_local_buffers(net, process_group=group, bucket_cap_mb=TINY_MB, **options)
     if reducer is None:
         return model, None
     state, hook = gradient_hook(reducer, level)

@@ -29,6 +29,7 @@ from tests.support.oracle import (
     Experts,
     average,
     close,
+    ddp_with_local_buffers,
     equal,
     loss_of,
     make_net,
@@ -198,7 +199,7 @@ def test_a_ddp_module_trains_like_a_plain_one(pool: RankPool, recipe: str) -> No
 
 def train_both_ways() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     rank = dist.get_rank()
-    theirs = DistributedDataParallel(make_net(), forward_sync_buffers=False)
+    theirs = ddp_with_local_buffers(make_net())
     ours = make_net()
     their_sgd = torch.optim.SGD(theirs.parameters(), lr=0.1)
     our_sgd = torch.optim.SGD(ours.parameters(), lr=0.1)

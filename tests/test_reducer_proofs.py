@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import loosestep.wire
 from loosestep import (
@@ -51,6 +50,7 @@ from tests.support.oracle import (
     Experts,
     Net,
     close,
+    ddp_with_local_buffers,
     equal,
     exact_mean,
     loss_of,
@@ -284,7 +284,7 @@ CLOSE_TO_DDP = {"cast": 0.01, "int8": 0.06, "feedback int4": 0.3, "replica int4"
 
 def period_one(name: str) -> float:
     """Train with plain SGD by DDP and by averaging every step; return how far they are apart."""
-    theirs, ours = DistributedDataParallel(make_net(), forward_sync_buffers=False), make_net()
+    theirs, ours = ddp_with_local_buffers(make_net()), make_net()
     start = flat(ours)
     their_sgd = torch.optim.SGD(theirs.parameters(), lr=0.1)
     our_sgd = torch.optim.SGD(ours.parameters(), lr=0.1)

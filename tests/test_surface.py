@@ -40,8 +40,8 @@ Int2 Int4 Int8 NonFinite NotFinite Rounding Scaled Ternary TopK gradient_hook
 # wire -> flat; gradients and shards go attach -> hooks -> optim -> wire -> flat.
 FLOW = """
 native.interface native.library native
-errors clock places sharded_types deadline blame groups schedule peers tensors policies flat binding
-replicas topology
+errors torch_versions clock places sharded_types deadline blame groups schedule peers tensors
+policies flat binding replicas topology
 wire.exchange wire.reducer wire.sockets wire.kernel wire.segments wire.shelf wire.board
 wire.pieces wire.memory wire.train wire.lending wire.links wire.mean wire.resident
 wire.parcels wire.native

@@ -19,8 +19,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from loosestep.deadline import ask_store, within
 from loosestep.errors import PeerLost
+from loosestep.torch_versions import group_name, warn_if_untested
 
 STORE_SECONDS = 1.0  # how long the store may take to say who came
+
+warn_if_untested()  # here, because all that shares anything between ranks imports this module
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
     weakref.WeakKeyDictionary()
@@ -87,7 +90,7 @@ def _make(name: str, ranks: tuple[int, ...], timeout: timedelta, backend: str) -
         list(ranks),
         backend,
         store,
-        c10d.GroupName(name),
+        group_name(name),
         timeout=timeout,
         group_desc="loosestep",
     )

@@ -26,6 +26,7 @@ from loosestep.references import References
 from loosestep.schedule import check_overlap
 from loosestep.telemetry import Telemetry
 from loosestep.tensors import Named, unique
+from loosestep.torch_versions import broadcast_buffers
 from loosestep.wire import Reducer, exact_like, leaves_apart
 
 
@@ -198,7 +199,7 @@ class ModelAverager(ABC):
         """Stop DDP's broadcast of buffers once averaging has begun: they have a policy then."""
         local = self.step > self._first_due if local is None else local
         if local and isinstance(self.module, DistributedDataParallel):
-            self.module.forward_sync_buffers = False
+            broadcast_buffers(self.module, False)
 
     def _check_once(self, params: list[Any]) -> None:
         """Compare parameters and schedule over the whole group, at the first call."""

@@ -27,6 +27,9 @@ from tests.support.defects import all_three, attempt, library, scalar, torch_fai
 
 Fact = tuple[int, float, list[float]]
 
+# No version of torch averages shards, and each says so in its own words.
+NO_SHARDS = "NotImplementedError|unevenly sharded|no DeviceMesh|Sharding propagation failed"
+
 
 KINDS = ["SGD", "fused SGD", "AdamW", "fused AdamW"]
 
@@ -177,7 +180,7 @@ def average_shards(name: str, rows: int) -> tuple[list[list[float]], list[list[f
 @pytest.mark.parametrize("rows", [4, 3])
 def test_shards_are_averaged_with_the_same_shard(name: str, rows: int):
     """An FSDP2 model is averaged between meshes, shard by shard: each whole is the mean."""
-    with torch_fails(name, "NotImplementedError|unevenly sharded"):
+    with torch_fails(name, NO_SHARDS):
         seen = run_ranks(4, attempt, name, average_shards, rows, group_timeout=5.0)
         assert not any(isinstance(result, str) for result in seen), seen
         one, other = (seen[rank][0] for rank in (0, 2))  # the wholes of the two pairs

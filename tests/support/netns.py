@@ -119,10 +119,10 @@ class Rank:
             text=True,
         )
 
-    def read_line(self) -> str:
-        """Return the next line that the body prints."""
+    def wait_for(self, line: str) -> None:
+        """Wait until the body prints this line; torch 2.9's Gloo prints lines of its own before."""
         assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+        assert any(text.strip() == line for text in self._process.stdout), f"no line {line!r}"
 
     def result(self, timeout: float) -> Any:
         """Return what the body returned; raise with its traceback if it did not."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from loosestep import (
     Strategy,
     Topology,
 )
+from loosestep.torch_versions import broadcast_buffers
 
 Batches = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]  # (rank, step) -> inputs, labels
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
@@ -38,6 +41,13 @@ class Net(torch.nn.Module):
 def make_net(seed: int = 0) -> Net:
     torch.manual_seed(seed)
     return Net()
+
+
+def ddp_with_local_buffers(net: torch.nn.Module, **options: Any) -> DistributedDataParallel:
+    """Return a DDP module whose forward leaves every rank's buffers to that rank."""
+    model = DistributedDataParallel(net, **options)
+    broadcast_buffers(model, False)
+    return model
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:

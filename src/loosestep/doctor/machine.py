@@ -16,6 +16,7 @@ from loosestep.doctor.network import inspect_network
 from loosestep.doctor.sharing import inspect_sharing
 from loosestep.doctor.words import size
 from loosestep.lab import missing
+from loosestep.torch_versions import is_tested, tested_range
 
 LEAST_MEMORY = 1 << 30  # torch alone takes a third of it in every worker
 WORST_RESOLUTION = 1e-4  # seconds; a step on a small model takes some of them
@@ -36,20 +37,10 @@ def _torch() -> Finding:
     if torch.version.hip:
         build = f"ROCm {torch.version.hip}"
     value = f"{torch.__version__}, {build}"
-    wanted = _wanted_torch()
-    if wanted and torch.__version__.partition("+")[0] != wanted:
-        advice = f"the test suite has run on {wanted}: pip install torch=={wanted}"
-        return Finding("torch", value, Level.NOTE, advice)
-    return Finding("torch", value)
-
-
-def _wanted_torch() -> str:
-    """Return the version that this package asks for, or '' where it is not installed."""
-    try:
-        needs = importlib.metadata.requires("loosestep") or []
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-    return next((need[7:] for need in needs if need.startswith("torch==")), "")
+    if is_tested(torch.__version__):
+        return Finding("torch", f"{value}, within the tested {tested_range()}")
+    advice = f"the test suite has run on {tested_range()}: another version may behave otherwise"
+    return Finding("torch", value, Level.NOTE, advice)
 
 
 def _backends() -> Finding:

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from loosestep.errors import NotAttachable
 from loosestep.hooks.gradients import GradientSharing, finished, mean_future
+from loosestep.torch_versions import broadcast_buffers, buffers_are_broadcast
 
 
 class BucketSharing(Protocol):
@@ -71,7 +72,7 @@ class DDPAdapter:
         self._module, self._sharing = module, sharing
         self._dispatcher = free_dispatcher(module)
         self._dispatcher.sharing = sharing
-        self._broadcasts = module.forward_sync_buffers
+        self._broadcasts = buffers_are_broadcast(module)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Keep gradients local, for all micro-batches but the last."""
@@ -79,7 +80,7 @@ class DDPAdapter:
 
     def broadcast_buffers(self, wanted: bool) -> None:
         """Let DDP broadcast buffers at every forward, or not; never more than it did before."""
-        self._module.forward_sync_buffers = self._broadcasts and wanted
+        broadcast_buffers(self._module, self._broadcasts and wanted)
 
     def before_step(self) -> None:
         """Do nothing: DDP shares inside backward and checks itself."""
@@ -88,7 +89,7 @@ class DDPAdapter:
         """Turn the hook into the plain all-reduce: DDP keeps it for life."""
         self._sharing.close()
         self._dispatcher.sharing = None
-        self._module.forward_sync_buffers = self._broadcasts
+        broadcast_buffers(self._module, self._broadcasts)
 
 
 def free_dispatcher(module: DistributedDataParallel) -> Dispatcher:
