@@ -41,6 +41,7 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep tests together that share what a module makes; side by side they would make it again."""
     for item in items:

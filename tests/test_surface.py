@@ -39,7 +39,7 @@ Int2 Int4 Int8 NonFinite NotFinite Rounding Scaled Ternary TopK gradient_hook
 # A module imports only what stands above it. Parameters go attach -> averagers -> averaging ->
 # wire -> flat; gradients and shards go attach -> hooks -> optim -> wire -> flat.
 FLOW = """
-native.interface native.library native
+native.interface native.library native forking
 errors torch_versions clock places sharded_types deadline blame groups schedule peers tensors
 policies flat binding replicas topology
 wire.exchange wire.reducer wire.sockets wire.kernel wire.segments wire.shelf wire.board
@@ -69,8 +69,9 @@ report.verdict report.page report trainer.mistakes trainer.wires trainer.reducer
 trainer.specs trainer.settings trainer.contenders trainer.checkpoint trainer.saved trainer.parts
 trainer.sharing trainer.in_tree trainer.connecting trainer.display trainer.tasks
 trainer.images trainer.journal trainer.stopping trainer.loop trainer.orders
-trainer.ranks trainer.launch trainer.saving trainer.transformer trainer.text trainer.worker
-trainer.start trainer cli.folders cli.given cli.comparison cli.train cli.hosts cli.table
+trainer.ranks trainer.saving trainer.transformer trainer.text trainer.worker
+trainer.start trainer.forked trainer.launch trainer
+cli.folders cli.given cli.comparison cli.train cli.hosts cli.table
 cli.compare cli.doctor cli.report cli.commands cli.arguments cli __main__
 """.split()
 FLOW += ON_TOP
@@ -170,7 +171,7 @@ def test_imports_follow_the_flow(path: Path) -> None:
     """A module imports only what lies before it in the flow of data."""
     name = module_name(path)
     if name in ASIDE:
-        assert name == "__init__" or imported(path) <= {"peers", "wire"}
+        assert name == "__init__" or imported(path) <= {"forking", "peers", "wire"}
         return
     assert name in FLOW, f"say where {name} stands in the flow"
     allowed = set(FLOW[: FLOW.index(name)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -19,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from loosestep import forking
 
 _HOST = "127.0.0.1"
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -115,11 +116,8 @@ def _die_with_parent() -> None:
     if sys.platform != "linux":
         return
     # The thread cannot run while the process is stopped, so the kernel has to help: it kills
-    # this process when the forkserver ends. That one ends with the last holder of its
-    # keep-alive pipe, of which each worker is handed a copy that must not count.
-    forkserver: Any = multiprocessing.forkserver._forkserver
-    os.close(forkserver._forkserver_alive_fd)
-    forkserver._forkserver_alive_fd = None
+    # this process when the fork server ends. See [Note: who holds the fork server].
+    forking.let_go()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

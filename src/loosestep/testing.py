@@ -15,9 +15,6 @@ rank that failed, and neither waits longer than its timeout.
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.forkserver
-import os
 import pickle
 import signal
 import sys
@@ -25,13 +22,12 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
 from types import TracebackType
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
 
+from loosestep import forking
 from loosestep.peers import Peers
 from loosestep.rank_worker import Answer, Job, connect_store, work
 from loosestep.wire import Handle, Mean, Reducer
@@ -191,16 +187,9 @@ class _Worker:
     """A process of the pool and the pipe to it."""
 
     def __init__(self, store_port: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        # Forking from a process that has torch loaded starts a worker in a tenth of a second.
-        # (The first optimizer imports torch._dynamo, which takes as long as half of torch.)
-        context.set_forkserver_preload(["torch", "torch._dynamo", work.__module__])
-        self.pipe, far_end = context.Pipe()
-        # Not a daemon: a body may itself start processes, such as a DataLoader's.
-        self._process: ForkServerProcess = context.Process(target=work, args=(far_end, store_port))
-        # OpenBLAS reads this on import; its threads would not survive the fork.
-        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
-            self._process.start()
+        preload = (work.__module__,)
+        self.pipe, far_end = forking.context(preload).Pipe()
+        self._process = forking.start(work, far_end, store_port, preload=preload)
         far_end.close()
 
     @property

@@ -94,8 +94,9 @@ def steps_in(folder: Path, rank: int = 0) -> int:
 
 
 def workers_of(parent: int) -> list[int]:
-    """Return the processes that a process has started, oldest first."""
-    return [int(child) for child in children_file(parent).read_text().split()]
+    """Return the workers of a command, by rank: what its fork server has forked."""
+    helpers = children_file(parent).read_text().split()
+    return [int(w) for helper in helpers for w in children_file(int(helper)).read_text().split()]
 
 
 def children_file(process: int) -> Path:

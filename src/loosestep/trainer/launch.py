@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import IO, Protocol
 
 from loosestep.errors import LoosestepWarning
+from loosestep.trainer.forked import Forked
 from loosestep.trainer.mistakes import FAILED, LOST, STOPPED, USER_ERROR, BadInput
 from loosestep.trainer.orders import Orders
 from loosestep.trainer.ranks import Rank
@@ -71,7 +72,7 @@ class Outcome:
 class Team:
     """The workers of one run."""
 
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    processes: list[subprocess.Popen[str] | Forked] = field(default_factory=list)
     said: list[list[str]] = field(default_factory=list)  # on stderr, by rank
     interrupts: int = 0
     killed: set[int] = field(default_factory=set)  # ranks that were ended from here
@@ -87,6 +88,13 @@ class Team:
             text=True,
             start_new_session=True,
         )
+        self._add(process, orders)
+
+    def fork(self, environment: dict[str, str], orders: str) -> None:
+        """Start one more worker on this machine, which need not load torch anew."""
+        self._add(Forked(environment), orders)
+
+    def _add(self, process: subprocess.Popen[str] | Forked, orders: str) -> None:
         self.processes.append(process)
         self.said.append([])
         # In a thread: long orders do not fit into the pipe before the worker reads.
@@ -181,9 +189,12 @@ def run_here(
             for rank in range(num_workers):
                 host = rank * num_hosts // num_workers
                 who = Rank(rank, num_workers, place.address(0), port, rank)
-                command = [*place.inside(host), sys.executable, "-m", "loosestep.trainer.start"]
                 here = _environment(orders, who, place.environment(host))
-                team.start(command, here, orders.to_json())
+                if inside := place.inside(host):
+                    command = [*inside, sys.executable, "-m", "loosestep.trainer.start"]
+                    team.start(command, here, orders.to_json())
+                else:
+                    team.fork(here, orders.to_json())
             return team.wait(watch)
     finally:
         team.kill()
