@@ -72,7 +72,7 @@ clean:
 	rm -f src/loosestep/native/*.so
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# torch first and pinned to what the suite has run on; where a CPU build of it is to be had, this
+# torch first and pinned to one of the versions that the suite runs on; where a CPU build of it is to be had, this
 # takes that one, while a range may choose a newer build with gigabytes of CUDA.
 $(READY): pyproject.toml setup.py $(NATIVE)
 	test -d .venv || $(PYTHON) -m venv .venv

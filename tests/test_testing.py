@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from loosestep.testing import RankPool, RanksFailed, run_ranks
+from tests.support.lines import find_line
 from tests.support.processes import eventually, running
 
 
@@ -269,7 +270,7 @@ def test_workers_die_with_their_parent(tmp_path: Path, last_run: str):
     assert parent.stdin
     assert parent.stdout
     with parent, parent.stdin, parent.stdout:
-        pids = {int(word) for word in parent.stdout.readline().split()}
+        pids = {int(word) for word in find_line(parent.stdout, r"\d+ \d+ \d+").split()}
         assert len(pids) == 3
         assert pids < session_members(parent.pid)
         time.sleep(0.3)  # for the last run to begin

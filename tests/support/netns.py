@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from tests.support.lines import find_line
+
 INTERFACE = "eth0"
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
 SEGMENT_BYTES = 1448  # what a frame of 1500 bytes carries
@@ -120,9 +122,9 @@ class Rank:
         )
 
     def wait_for(self, line: str) -> None:
-        """Wait until the body prints this line; torch 2.9's Gloo prints lines of its own before."""
+        """Wait until the body prints this line."""
         assert self._process.stdout is not None
-        assert any(text.strip() == line for text in self._process.stdout), f"no line {line!r}"
+        find_line(self._process.stdout, line)
 
     def result(self, timeout: float) -> Any:
         """Return what the body returned; raise with its traceback if it did not."""
