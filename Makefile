@@ -6,8 +6,8 @@ READY := .venv/.ready
 CODE := $(wildcard src tests benchmarks examples)
 NATIVE := $(wildcard src/loosestep/native/*.c src/loosestep/native/*.h)
 
-# Tests that run side by side, each with ranks of its own: they wait more than they compute.
-WORKERS ?= 4
+# Tests side by side, each with ranks of its own: they wait as much as they compute.
+WORKERS ?= 3
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadgroup
 
 # Ranks are processes; a thread pool in each would have them fight for the cores.

@@ -278,18 +278,19 @@ def test_a_checkpoint_that_does_not_fit_is_said_and_removed(disk: Disk):
 # What nobody has thought of
 
 
-def test_an_error_inside_a_worker_names_it_and_where_the_story_is(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_error_inside_a_worker_names_it_and_where_the_story_is(elsewhere: Path):
     (elsewhere / "sitecustomize.py").write_text(
-        "import os, sys\n"
-        "if os.environ.get('RANK') == '1':\n"
-        "    import loosestep.trainer.loop as loop\n"
-        "    def fail(*_): raise ZeroDivisionError('a defect\\nof two lines')\n"
-        "    loop.set_rate = fail\n"
+        "import os\n"
+        "import loosestep.trainer.loop as loop\n"
+        "set_rate = loop.set_rate\n"
+        "def fail_on_one(*given):\n"
+        "    if os.environ.get('RANK') == '1':\n"
+        "        raise ZeroDivisionError('a defect\\nof two lines')\n"
+        "    return set_rate(*given)\n"
+        "loop.set_rate = fail_on_one\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(elsewhere))
-    done = call("train", *TINY, "--steps", "4", "--out", elsewhere / "run")
+    here = {"PYTHONPATH": str(elsewhere)}
+    done = command("train", *TINY, "--steps", "4", "--out", elsewhere / "run", environment=here)
     story = elsewhere / "run" / "rank-1.error"
     expected = f"worker 1 failed: a defect (the whole story is in {story})"
     assert done.refused() == f"loosestep: {expected}"

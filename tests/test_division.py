@@ -43,6 +43,7 @@ from loosestep.testing import RankPool, run_ranks
 from loosestep.wire import Handle
 from loosestep.wire.division import shares
 from tests.support.oracle import loss_of, make_net, sgd
+from tests.support.pairs import in_pairs
 
 STEPS = 9
 HOSTS = {"host": 2, "world": 4}
@@ -328,8 +329,7 @@ def lose_one(where: str, overlap_steps: int) -> tuple[tuple[int, ...], str, floa
     return (), "", 0.0
 
 
-@pytest.mark.parametrize("overlap_steps", [0, 1])
-@pytest.mark.parametrize("where", ["across", "inside"])
+@pytest.mark.parametrize(("where", "overlap_steps"), in_pairs(["across", "inside"], [0, 1], each=1))
 def test_a_lost_rank_is_noticed_by_all(pool: RankPool, where: str, overlap_steps: int) -> None:
     """Nobody waits for ever, neither for other hosts nor for neighbours."""
     results = pool.run(4, lose_one, where, overlap_steps, allow_dead=[3])

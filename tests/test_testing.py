@@ -249,8 +249,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "last_run",
     [
-        "sys.stdin.read()",
-        "pool.run(3, sleep_on, {0, 1, 2}, timeout=600)",
+        pytest.param("sys.stdin.read()", marks=pytest.mark.long),
+        pytest.param("pool.run(3, sleep_on, {0, 1, 2}, timeout=600)", marks=pytest.mark.long),
         "pool.run(3, signal_self, 1, int(signal.SIGSTOP), timeout=600)",
     ],
     ids=["idle", "busy", "stopped"],

@@ -29,6 +29,7 @@ from loosestep import (
 from loosestep.testing import RankPool, run_ranks
 from tests.support.netns import TwoHosts, missing, sent
 from tests.support.oracle import close, equal, loss_of, make_net, snapshot
+from tests.support.pairs import in_pairs
 
 MB = 1 << 20
 M_MMAP_THRESHOLD = -3
@@ -76,8 +77,9 @@ def train(name: str, sharded: bool, weights: list[float] | None, kind: str) -> A
     return snapshot(net), middle
 
 
-@pytest.mark.parametrize("weights", [None, [1.0, 2.0, 3.0, 4.0]], ids=["equal", "weighted"])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    ("name", "weights"), in_pairs(STRATEGIES, [None, [1.0, 2.0, 3.0, 4.0]], each=1)
+)
 def test_averaging_shards_is_averaging(
     pool: RankPool, name: str, weights: list[float] | None
 ) -> None:

@@ -19,6 +19,7 @@ from loosestep.optim.zero import ZeroRedundancyOptimizer
 from loosestep.optim.zero_options import ZeroOptions
 from loosestep.testing import RankPool
 from tests.support.faults import FAULTS, use
+from tests.support.pairs import in_pairs
 from tests.support.zero_models import BUCKET_MB, WIDTH, Layers
 
 TIMEOUT = 1.5  # seconds for every wait on a rank that hangs
@@ -132,25 +133,27 @@ places = pytest.mark.parametrize(
 hooks = pytest.mark.parametrize("way", list(HOOKS))
 
 
-@hooks
-@places
+@pytest.mark.parametrize(
+    ("way", "place"), in_pairs(HOOKS, [(4, 0, "memory"), (3, 2, "network")], each=1)
+)
 def test_a_rank_killed_inside_backward_is_named(
-    pool: RankPool, way: str, world: int, victim: int, transport: str
+    pool: RankPool, way: str, place: tuple[int, int, str]
 ) -> None:
     """All survivors name a rank that is killed between two buckets, long before the time-out."""
+    world, victim, transport = place
     plan = Plan(victim, "kill", "backward", PATIENCE, transport)
     check_named(check(pool, world, way, plan, PATIENCE / 4), victim, IN_BACKWARD)
 
 
-@hooks
 @pytest.mark.parametrize(
-    ("world", "victim", "transport", "fault"),
-    [(4, 0, "memory", "stop"), (3, 2, "network", "sleep")],
+    ("way", "place"),
+    in_pairs(HOOKS, [(3, 2, "network", "sleep"), (4, 0, "memory", "stop")], each=1),
 )
 def test_a_rank_stuck_inside_backward_is_named(
-    pool: RankPool, way: str, world: int, victim: int, transport: str, fault: str
+    pool: RankPool, way: str, place: tuple[int, int, str, str]
 ) -> None:
     """All survivors name a rank that hangs between two buckets when the time-out is over."""
+    world, victim, transport, fault = place
     plan = Plan(victim, fault, "backward", TIMEOUT, transport)
     failures = check(pool, world, way, plan, TIMEOUT + SLACK)
     check_named(failures, victim, IN_BACKWARD)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from loosestep.testing import RankPool
+from tests.support.pairs import in_pairs
 from tests.support.zero_hooks import (
     NUM_STEPS,
     OPTIMIZERS,
@@ -102,10 +103,13 @@ def test_equals_the_plain_optimizer(pool: RankPool, hook: str, variant: str) -> 
 
 
 @both
-@pytest.mark.parametrize("world", [1, 3, 4])
 @pytest.mark.parametrize(
-    "variant",
-    ["default", "find_unused_parameters", "static_graph", "no_sync, unused", "two dtypes"],
+    ("variant", "world"),
+    in_pairs(
+        ["default", "find_unused_parameters", "static_graph", "no_sync, unused", "two dtypes"],
+        [4, 3, 1],
+        each=1,
+    ),
 )
 def test_any_number_of_ranks(pool: RankPool, hook: str, world: int, variant: str) -> None:
     """One rank, three and four train as with the plain optimizer."""
@@ -120,8 +124,10 @@ def test_any_optimizer(pool: RankPool, hook: str, optimizer: str) -> None:
 
 
 @both
-@pytest.mark.parametrize("user_hook", ["fp16", "bf16", "own"])
-@pytest.mark.parametrize("variant", ["default", "find_unused_parameters", "no_sync"])
+@pytest.mark.parametrize(
+    ("variant", "user_hook"),
+    in_pairs(["default", "find_unused_parameters", "no_sync"], ["fp16", "bf16", "own"], each=1),
+)
 def test_a_hook_of_the_users(pool: RankPool, hook: str, user_hook: str, variant: str) -> None:
     """Gradients are those of the hook that was given, whatever it does to them."""
     check(pool, 2, hook, replace(VARIANTS[variant], user_hook=user_hook))

@@ -28,6 +28,7 @@ def test_loosestep_passes(pool: RankPool, name: str):
     assert pool.run(4, run_upstream_test, name, "loosestep") == [name] * 4
 
 
+@pytest.mark.long  # what is tested here is the way to run them
 @pytest.mark.parametrize("name", [name for name in NAMES if name != FAILS_IN_TORCH])
 def test_torch_passes(pool: RankPool, name: str):
     """The adapter is faithful: what it makes of the tests still passes in torch."""
