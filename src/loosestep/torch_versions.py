@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from loosestep.errors import warn_once
 
 OLDEST = (2, 9)  # also the floor in pyproject.toml
-NEWEST = (2, 15)
+NEWEST = (2, 14)
 
 
 def version_of(text: str) -> tuple[int, int]:
