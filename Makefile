@@ -7,7 +7,7 @@ CODE := $(wildcard src tests benchmarks examples)
 NATIVE := $(wildcard src/loosestep/native/*.c src/loosestep/native/*.h)
 
 # Tests side by side, each with ranks of its own: they wait as much as they compute.
-WORKERS ?= 3
+WORKERS ?= 4
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadgroup
 
 # Ranks are processes; a thread pool in each would have them fight for the cores.

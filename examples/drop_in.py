@@ -20,9 +20,14 @@ from loosestep import (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
-    steps = parser.parse_args().steps
+    arguments = parser.parse_args()
 
     dist.init_process_group("gloo")
+    train(arguments.steps)  # what has groups of its own is gone when it returns, as it should be
+    dist.destroy_process_group()
+
+
+def train(steps: int) -> None:
     torch.manual_seed(0)
     teacher, loss_fn = torch.randn(8, 4), torch.nn.CrossEntropyLoss()
     layers = [torch.nn.Linear(8, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU()]
@@ -49,7 +54,6 @@ def main() -> None:
         print(f"last loss of worker 0: {loss.item():.3f}")
         for level, totals in averager.telemetry.metrics().items():
             print(f"{level}: {totals['syncs']} syncs, {totals['seconds']:.3f} s")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

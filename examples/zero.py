@@ -21,9 +21,14 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
-    steps = parser.parse_args().steps
+    arguments = parser.parse_args()
 
     dist.init_process_group("gloo")
+    train(arguments.steps)  # what has groups of its own is gone when it returns, as it should be
+    dist.destroy_process_group()
+
+
+def train(steps: int) -> None:
     torch.manual_seed(0)
     teacher, loss_fn = torch.randn(8, 4), torch.nn.CrossEntropyLoss()
     layers = [torch.nn.Linear(8, 256), torch.nn.ReLU(), torch.nn.Linear(256, 4)]
@@ -58,7 +63,6 @@ def main() -> None:
     optimizer.consolidate_state_dict(to=0)  # in torch's format, for any number of workers
     if dist.get_rank() == 0:
         print(f"consolidated: {len(optimizer.state_dict()['state'])} parameters")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
