@@ -25,11 +25,11 @@ demo: $(READY)
 test: $(READY) browser
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
-# Without namespaces, browser and commands, within a minute.
+# Without namespaces, browser and commands.
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m 'fast and not long' $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
-# Endurance, matrices, sanitizers and larger random searches, within an hour; keeps a dated result.
+# Endurance, matrices, sanitizers and larger random searches; keeps a dated result.
 test-long: $(READY)
 	$(BIN)/python -m pytest -m 'long or hypothesis' --hypothesis-profile thorough --timeout 1200 \
 	  $(SIDE_BY_SIDE) --result-file tests/results/$$(date +%F)-long.json $(PYTEST_ARGS)
