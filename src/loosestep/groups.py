@@ -9,6 +9,9 @@ ranks have made a group together, which all of them know.
 
 from __future__ import annotations
 
+import atexit
+import gc
+import time
 import weakref
 from collections import Counter
 from datetime import timedelta
@@ -34,6 +37,26 @@ _twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[float | None, dist.Pro
 _subgroups: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]
 ] = weakref.WeakKeyDictionary()
+_own: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_LEAVING_SECONDS = 0.05
+
+
+def leave() -> None:
+    """Let go of the groups that nobody needs any more, before the interpreter ends.
+
+    [Note: leaving] A thread of Gloo that has just finished a collective drops its tensors, for
+    which it needs the interpreter's lock. Where the interpreter is ending it does not get it, and
+    the process aborts ("terminate called without an active exception"). A group that is freed has
+    ended its threads. Those that somebody still holds get a moment in which the lock is free.
+    """
+    _twins.clear()
+    _subgroups.clear()
+    gc.collect()  # modules and their hooks are cycles that hold groups
+    if _own:
+        time.sleep(_LEAVING_SECONDS)
+
+
+atexit.register(leave)
 
 
 def require_process_group() -> None:
@@ -78,6 +101,7 @@ def own_group(
     if reason:
         raise _not_made(name, ranks, reason)
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    _own.add(group)
     return group
 
 

@@ -129,28 +129,36 @@ class Board:
         self.shared: list[Home] = []  # where resident parameters of mine live
         self.rows: list[ctypes.Array[ctypes.c_int64]] = []
         self._arena: torch.Tensor | None = None
-        self._reserved: set[str] = set()
+        self._reserved = {SINGLE: 0, TRAINS: 0}  # bytes of each window that have pages
         if segment is not None:
             self.rows = rows_of(segment, group_size)
             self._arena = arena_of(segment, group_size)
 
-    def arena_for(self, use: str) -> torch.Tensor:
-        """Return the room for windows; that of a use is taken when it first comes, if ever."""
+    def arena_for(self, use: str, needed_bytes: int) -> torch.Tensor:
+        """Return the room for windows, of which those of a use have at least the bytes needed.
+
+        Pages are asked for as buffers come that need them: small models take little.
+        """
         assert self._arena is not None, "there are neighbours"
-        if use not in self._reserved:
-            self._reserve(self.layout.trains_start if use == TRAINS else 0)
-            self._reserved.add(use)
+        before = self._reserved[use]
+        if needed_bytes > before:
+            wanted = max(64 << 10, 1 << (needed_bytes - 1).bit_length())
+            self._reserved[use] = min(wanted, self.layout.window_bytes)
+            self._reserve(
+                self.layout.trains_start if use == TRAINS else 0, before, self._reserved[use]
+            )
         return self._arena
 
-    def _reserve(self, start: int) -> None:
+    def _reserve(self, start: int, before: int, wanted: int) -> None:
         assert self.segment is not None, "there are neighbours"
-        half = WINDOWS * self.layout.window_bytes
+        first = self.segment.size - self.layout.arena_bytes + start + before
         try:
-            self.segment.reserve(self.segment.size - self.layout.arena_bytes + start, half)
+            for window in range(WINDOWS):
+                self.segment.reserve(first + window * self.layout.window_bytes, wanted - before)
         except OSError as error:
             raise RuntimeError(
-                f"there is no memory for {half} bytes of windows: {error}; free some, or set "
-                "LOOSESTEP_SHARED_MEMORY=0 on all ranks"
+                f"there is no memory for {WINDOWS * wanted} bytes of windows: {error}; free some, "
+                "or set LOOSESTEP_SHARED_MEMORY=0 on all ranks"
             ) from error
 
     @property

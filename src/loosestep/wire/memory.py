@@ -93,7 +93,8 @@ class MemoryExchange:
             return self._copy.key, self._copy.detail
         self._board.windows[index] = self._slot.use
         self._mine = self._part(
-            self._board.arena_for(SINGLE), index * self._board.layout.window_bytes
+            self._board.arena_for(SINGLE, self._task.buffer.nbytes),
+            index * self._board.layout.window_bytes,
         )
         self._mine[: self._first].copy_(self._task.buffer[: self._first])
         self._mine[self._last :].copy_(self._task.buffer[self._last :])

@@ -84,7 +84,8 @@ class Train:
 
     def _windows(self) -> int:
         """Return where mine begin, for what does not live in shared memory."""
-        return self._board.arena_for(TRAINS).data_ptr() + self._board.layout.trains_start
+        needed = max(piece.nbytes for piece in self._pieces)
+        return self._board.arena_for(TRAINS, needed).data_ptr() + self._board.layout.trains_start
 
     def _describe(self) -> Any:
         """Return the whole journey as C sees it; what it points to is kept with it."""
