@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from loosestep.adapting import check_sharded, make_adapter
+from loosestep.announcing import announce
+from loosestep.checks import check_instance, check_seconds
 from loosestep.clock import Clock
 from loosestep.errors import NotAttachable
 from loosestep.groups import require_process_group
@@ -65,7 +67,12 @@ def attach(
             run.finalize()
     """
     require_process_group()
+    check_seconds("timeout", timeout)
     _check_arguments(model, optimizer, strategy)
+    if scaler is not None:
+        check_instance("scaler", scaler, torch.amp.GradScaler, "a torch.amp.GradScaler")
+    if telemetry is not None:
+        check_instance("telemetry", telemetry, Telemetry, "a Telemetry such as Telemetry()")
     _check_scaler(scaler, strategy)
     return Attached(model, optimizer, strategy, scaler, telemetry or Telemetry(), timeout)
 
@@ -89,6 +96,7 @@ class Attached:
             self._settle(undo, scaler, timeout)
             self._hook(undo, scaler)
             self._undo = undo.pop_all()
+        announce(strategy, self.topology, self.model, self._syncs.nbytes)
 
     def _settle(
         self, undo: ExitStack, scaler: torch.amp.GradScaler | None, timeout: float | None
@@ -140,6 +148,12 @@ class Attached:
             link = ScalerLink(scaler, zero, lambda: zero.wire.parameter_peers)
             undo.callback(link.close)
             link.take_over(lambda: zero.gradients.held())
+
+    def __repr__(self) -> str:
+        named = f"{type(self.model).__name__}, {type(self.optimizer).__name__}"
+        return (
+            f"Attached({named}, step {self.clock.step}, {self.strategy.schedule}, {self.topology})"
+        )
 
     # What users call.
 
@@ -295,6 +309,13 @@ def _check_arguments(model: object, optimizer: object, strategy: object) -> None
         )
     if optimizer in _attached:
         raise NotAttachable("this optimizer is attached already; detach() it first")
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p) in stepped for p in model.parameters()):
+        raise NotAttachable(
+            f"{type(optimizer).__name__} has none of the parameters of this "
+            f"{type(model).__name__}, so its steps say nothing about them; make it from "
+            "model.parameters()"
+        )
 
 
 def _check_scaler(scaler: torch.amp.GradScaler | None, strategy: Strategy) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from loosestep.binding import Header, Progress, Statement, agree, state
+from loosestep.checks import check_seconds
 from loosestep.finite import first_nonfinite, not_finite, policy_of, ranks_without
 from loosestep.flat import OWN_WINDOW_BYTES, WINDOW_BYTES, windows
 from loosestep.groups import own_subgroup, private_twin, require_process_group, world_group
@@ -32,7 +33,7 @@ from loosestep.tensors import (
     unique,
 )
 from loosestep.topology import check_weights
-from loosestep.wire import Mean, Reducer, Traffic, leaves_apart, links
+from loosestep.wire import Mean, Reducer, Traffic, check_reducer, leaves_apart, links
 from loosestep.wire.division import whole_name
 from loosestep.wire.native import First
 from loosestep.work import Work
@@ -60,6 +61,7 @@ def average_(
         average_(ema.values(), group, reducer=Cast(torch.bfloat16))
     """
     require_process_group()
+    check_seconds("timeout", timeout)
     named = unique(with_names(tensors))
     process_group = private_twin(world_group(), timeout) if group is None else group
     if dist.get_rank(process_group) < 0:
@@ -111,6 +113,8 @@ class Averager:
     ) -> None:
         self.peers = peers
         self._window_bytes = window_bytes
+        if reducer is not None:
+            check_reducer("reducer", reducer)
         self.reducer: Reducer = Mean() if reducer is None else reducer
         if leaves_apart(self.reducer) and references is None:
             raise ValueError(

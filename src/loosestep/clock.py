@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from loosestep.checks import check_whole
+
 
 class Clock:
     """Count finished optimizer steps, from 0.
@@ -23,7 +25,7 @@ class Clock:
     __slots__ = ("__weakref__", "step")
 
     def __init__(self, step: int = 0) -> None:
-        self.step = step
+        self.step = check_whole("step", step)
 
     def tick(self) -> int:
         """Count one finished step and return how many there are now."""
@@ -36,10 +38,7 @@ class Clock:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved count."""
-        step = state_dict["step"]
-        if not isinstance(step, int) or step < 0:
-            raise ValueError(f"a clock's step must be a whole number >= 0, got {step!r}")
-        self.step = step
+        self.step = check_whole("a clock's step", state_dict["step"])
 
     def __repr__(self) -> str:
         return f"Clock(step={self.step})"

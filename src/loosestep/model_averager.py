@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from loosestep.averaging import Averager
 from loosestep.binding import Progress
+from loosestep.checks import check_instance, check_seconds
 from loosestep.clock import Clock
 from loosestep.errors import warn_once
 from loosestep.groups import free_group, own_group, private_twin, require_process_group, world_group
@@ -27,7 +28,7 @@ from loosestep.schedule import check_overlap
 from loosestep.telemetry import Telemetry
 from loosestep.tensors import Named, unique
 from loosestep.torch_versions import broadcast_buffers
-from loosestep.wire import Reducer, exact_like, leaves_apart
+from loosestep.wire import Reducer, check_reducer, exact_like, leaves_apart
 
 
 class Options(TypedDict, total=False):
@@ -63,6 +64,7 @@ class ModelAverager(ABC):
             raise TypeError(
                 f"unknown option {sorted(unknown)}; there are {[*Options.__annotations__]}"
             )
+        _check_options(process_group, options)
         self.process_group = world_group() if process_group is None else process_group
         self.clock = options.get("clock") or Clock()
         module = options.get("module")
@@ -70,7 +72,7 @@ class ModelAverager(ABC):
         self.reducer = options.get("reducer")
         self.buffers = choose(Buffers, options.get("buffers", Buffers.MEAN))
         self.telemetry = options.get("telemetry") or Telemetry()
-        self.timeout = options.get("timeout")
+        self.timeout = check_seconds("timeout", options.get("timeout"))
         self.overlap_steps = check_overlap(options.get("overlap_steps", 0), [])
         check_can_overlap(self.overlap_steps, self.reducer)
         self._own = process_group is None
@@ -311,6 +313,20 @@ class ModelAverager(ABC):
             (names.get(parameter, f"parameter {index}"), parameter)
             for index, parameter in enumerate(_flattened(params))
         )
+
+
+def _check_options(process_group: object, options: Options) -> None:
+    """Raise for what is of another kind than asked for."""
+    if process_group is not None:
+        check_instance("process_group", process_group, dist.ProcessGroup, "a process group or None")
+    if (module := options.get("module")) is not None:
+        check_instance("module", module, torch.nn.Module, "a module such as model")
+    if (clock := options.get("clock")) is not None:
+        check_instance("clock", clock, Clock, "a Clock such as Clock()")
+    if (telemetry := options.get("telemetry")) is not None:
+        check_instance("telemetry", telemetry, Telemetry, "a Telemetry such as Telemetry()")
+    if (reducer := options.get("reducer")) is not None:
+        check_reducer("reducer", reducer)
 
 
 def _flattened(params: list[Any]) -> list[torch.nn.Parameter]:

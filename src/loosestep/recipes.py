@@ -33,7 +33,7 @@ def ddp(*, topology: Topology | None = None, gradient_reducer: Reducer | None = 
 def post_local_sgd(
     period: int = 4,
     *,
-    warmup_steps: int = 100,
+    warmup_steps: int = 0,
     gradients: str | None = "host",
     topology: Topology | None = None,
     reducer: Reducer | None = None,
@@ -124,7 +124,12 @@ RECIPES: dict[str, Callable[..., Strategy]] = {
 
 
 def _widest(topology: Topology | None) -> str:
-    return "world" if topology is None else topology.widest
+    if topology is None:
+        return "world"
+    from loosestep.topology import check_topology
+
+    check_topology(topology)
+    return topology.widest
 
 
 def _strategy(

@@ -57,6 +57,11 @@ class Replica:
         levels = self._strategy.schedule.parameter_levels() or {self._topology.widest}
         return [name for name in self._topology.levels if name in levels][-1]
 
+    @property
+    def nbytes(self) -> int:
+        """How much memory averages of all levels keep."""
+        return sum(held.nbytes for held in self._references.values())
+
     def settle(self) -> None:
         """Compare what the ranks have, make all process groups, and start from one point."""
         averager, weights = self.averager(self._topology.widest), self._weights()

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from loosestep.checks import check_instance, check_level, check_whole
+
 HORIZON = 200_000  # steps that are looked ahead for the next average
 STEPS_LOOKED_AT = 4096  # from the first average on, for two that are too close
 
@@ -132,11 +134,18 @@ def levels(periods: Mapping[str, int], *, gradients: str | None = None) -> Level
     The update is that of hierarchical SGD (https://arxiv.org/abs/2010.12998): when several
     levels are due at once only the widest averages, since it contains the others.
     """
+    if not isinstance(periods, Mapping):
+        raise TypeError(
+            f"periods must map levels to periods, got {periods!r}; give for example {{'world': 8}}"
+        )
+    check_level("gradients", gradients)
     pairs = tuple(periods.items())
     if not pairs:
         raise ValueError("levels must not be empty; give for example {'world': 8}")
     for name, period in pairs:
-        _check_period(name, period)
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"a level must have a name such as 'host' or 'world', got {name!r}")
+        check_whole(f"the period of {name!r}", period, 1)
     for (narrow, short), (wide, long) in itertools.pairwise(pairs):
         if long < short:
             raise ValueError(
@@ -153,6 +162,8 @@ def always(*, gradients: str | None = None, parameters: str | None = None) -> Al
     >>> always(gradients="world")(7)
     Sync(gradients='world', parameters=None)
     """
+    check_level("gradients", gradients)
+    check_level("parameters", parameters)
     return Always(Sync(gradients, parameters))
 
 
@@ -164,8 +175,10 @@ def after(start: int, then: Schedule, before: Schedule | None = None) -> After:
     >>> after(2, every(2))(4).parameters
     'world'
     """
-    if not _is_whole(start) or start < 0:
-        raise ValueError(f"start must be a whole number >= 0, got {start!r}")
+    check_whole("start", start)
+    check_instance("then", then, Schedule, "a schedule such as every(8)")
+    if before is not None:
+        check_instance("before", before, Schedule, "a schedule such as always(gradients='world')")
     return After(start, then, always(gradients="world") if before is None else before)
 
 
@@ -229,10 +242,7 @@ def check_overlap(overlap_steps: int, seldom: Iterable[int]) -> int:
     >>> check_overlap(2, [4, 6])
     2
     """
-    if not _is_whole(overlap_steps) or overlap_steps < 0:
-        raise ValueError(
-            f"overlap_steps must be a whole number >= 0, got {overlap_steps!r}; 0 averages at once"
-        )
+    check_whole("overlap_steps", overlap_steps, hint="0 averages at once")
     for one, other in itertools.pairwise(seldom):
         if other - one < overlap_steps:
             raise ValueError(
@@ -241,15 +251,6 @@ def check_overlap(overlap_steps: int, seldom: Iterable[int]) -> int:
                 f"overlap_steps <= {other - one}, or average less often"
             )
     return overlap_steps
-
-
-def _check_period(name: str, period: object) -> None:
-    if not _is_whole(period) or int(period) < 1:  # type: ignore[call-overload]
-        raise ValueError(f"the period of {name!r} must be a whole number >= 1, got {period!r}")
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _named(*levels: str | None) -> frozenset[str]:

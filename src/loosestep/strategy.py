@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from loosestep.overlap import check_can_overlap
 from loosestep.policies import Buffers, Initial, OptimizerState, Sharding, choose
 from loosestep.schedule import Schedule, check_overlap, most_seldom
-from loosestep.topology import Topology
-from loosestep.wire import Reducer, TwoLevel, check_suits_gradients
+from loosestep.topology import Topology, check_topology
+from loosestep.wire import Reducer, TwoLevel, check_reducer, check_suits_gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +33,16 @@ class Strategy:
 
     def __post_init__(self) -> None:
         """Turn names into policies and refuse what is none."""
-        if not isinstance(self.schedule, Schedule):
+        if isinstance(self.schedule, type) or not isinstance(self.schedule, Schedule):
             raise TypeError(
                 f"schedule must be one such as every(8), got {self.schedule!r}; see "
                 "loosestep.schedule"
             )
-        if not isinstance(self.reducer, Reducer):
-            raise TypeError(f"reducer must be one such as Mean(), got {self.reducer!r}")
-        if not isinstance(self.gradient_reducer, Reducer | None):
-            raise TypeError(
-                f"gradient_reducer must be one such as Int8(), got {self.gradient_reducer!r}"
-            )
+        if self.topology is not None:
+            check_topology(self.topology)
+        check_reducer("reducer", self.reducer)
+        if self.gradient_reducer is not None:
+            check_reducer("gradient_reducer", self.gradient_reducer, "Int8()")
         check_suits_gradients(self.gradient_reducer)
         if not isinstance(self.sharding, Sharding | None):
             raise TypeError(

@@ -38,6 +38,11 @@ class Syncs:
         if overlap_steps:
             self._overlap.prepare(replica.averager(replica.widest), replica.parts())
 
+    @property
+    def nbytes(self) -> int:
+        """How much memory averages keep beside the model."""
+        return self._overlap.nbytes + self._replica.nbytes
+
     def follow(self, step: int) -> None:
         """Do what is due now that ``step`` steps are finished."""
         self._clean = False

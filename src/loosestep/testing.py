@@ -28,9 +28,10 @@ from typing import Any, TypeVar
 import torch
 
 from loosestep import forking
+from loosestep.checks import check_whole
 from loosestep.peers import Peers
 from loosestep.rank_worker import Answer, Job, connect_store, work
-from loosestep.wire import Handle, Mean, Reducer
+from loosestep.wire import Handle, Mean, Reducer, check_reducer
 
 __all__ = ["RankPool", "RanksFailed", "RecordingReducer", "run_ranks"]
 
@@ -83,9 +84,7 @@ class RankPool:
     """
 
     def __init__(self, size: int) -> None:
-        if size < 1:
-            raise ValueError(f"a pool needs at least one process, got size={size}")
-        self.size = size
+        self.size = check_whole("the size of a pool", size, 1)
         self._workers: list[_Worker] = []
         self._num_runs = 0
         self._store: Any = None
@@ -147,7 +146,7 @@ class RankPool:
     def _check(self, world_size: int, allow_dead: Collection[int]) -> None:
         if not self._entered:
             raise RuntimeError("a RankPool runs only while open; use `with RankPool(...) as pool:`")
-        if not 1 <= world_size <= self.size:
+        if not check_whole("world_size", world_size, 1) <= self.size:
             raise ValueError(
                 f"world_size must lie in 1..{self.size}, the pool's size, got {world_size}"
             )
@@ -240,6 +239,8 @@ class RecordingReducer:
     """
 
     def __init__(self, inner: Reducer | None = None) -> None:
+        if inner is not None:
+            check_reducer("inner", inner)
         self.inner: Reducer = Mean() if inner is None else inner
         self.calls: list[tuple[str, int, torch.dtype]] = []  # slot, number of elements, dtype
 

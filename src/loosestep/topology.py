@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from loosestep.binding import Statement, agree
+from loosestep.checks import check_instance, check_seconds, check_whole, is_number
 from loosestep.groups import free_group, own_group, require_process_group
 from loosestep.peers import Peers
 from loosestep.places import host_key
@@ -41,12 +42,8 @@ class Topology:
         weights: Mapping[int, float] | Sequence[float] | None = None,
         timeout: float | None = None,
     ) -> None:
-        if not levels:
-            raise ValueError("levels must not be empty; give for example {'world': [[0, 1]]}")
-        self.levels: dict[str, Partition] = {
-            name: tuple(tuple(sorted(group)) for group in groups) for name, groups in levels.items()
-        }
-        self.timeout = timeout
+        self.levels: dict[str, Partition] = _partitions(levels)
+        self.timeout = check_seconds("timeout", timeout)
         self.ranks = _check_nesting(self.levels)
         self.weights = check_weights(weights, self.ranks)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -62,6 +59,11 @@ class Topology:
     ) -> Topology:
         """Cut ``ranks`` (default: the world) into consecutive groups of each level's size."""
         members = list(_world_ranks() if ranks is None else ranks)
+        if not isinstance(sizes, Mapping):
+            raise TypeError(
+                f"sizes must map levels to sizes, got {sizes!r}; give for example "
+                "{'host': 4, 'world': 16}"
+            )
         if not sizes:
             raise ValueError("sizes must not be empty; give for example {'host': 4, 'world': 16}")
         _check_sizes(sizes, len(members))
@@ -87,6 +89,10 @@ class Topology:
         """
         if ranks is None and (hosts is None or dist.is_initialized()):
             ranks = list(_world_ranks())
+        if hosts is not None and (
+            isinstance(hosts, str) or not all(isinstance(host, str) for host in hosts)
+        ):
+            raise TypeError(f"hosts must be one host name a rank, got {hosts!r}")
         if hosts is None:
             assert ranks is not None
             hosts = _gather_hosts(tuple(ranks), timeout)
@@ -118,6 +124,12 @@ class Topology:
             for dim in reversed(range(mesh.mesh.ndim))
         }
         return cls(levels, weights=weights, timeout=timeout)
+
+    def __repr__(self) -> str:
+        levels = ", ".join(f"{name!r}: {_text(groups)}" for name, groups in self.levels.items())
+        weights = "" if self.weights is None else f", weights={self.weights}"
+        timeout = "" if self.timeout is None else f", timeout={self.timeout:g}"
+        return f"Topology({{{levels}}}{weights}{timeout})"
 
     @property
     def widest(self) -> str:
@@ -195,6 +207,17 @@ class Topology:
         return self.levels[level]
 
 
+def _text(groups: Partition) -> str:
+    """Return groups as one reads them, runs of ranks in short: ``[0-7] [8-15]``."""
+    return " ".join(f"[{', '.join(_runs(group))}]" for group in groups)
+
+
+def _runs(ranks: Sequence[int]) -> Iterator[str]:
+    for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
+        first, *rest = [rank for _, rank in run]
+        yield str(first) if not rest else f"{first}{'-' if len(rest) > 1 else ', '}{rest[-1]}"
+
+
 def _my_rank() -> int:
     require_process_group()
     return dist.get_rank()
@@ -223,10 +246,38 @@ def _gather_hosts(ranks: tuple[int, ...], timeout: float | None) -> list[str]:
     return hosts
 
 
+def _partitions(levels: Mapping[str, Iterable[Iterable[int]]]) -> dict[str, Partition]:
+    """Return every level's groups as tuples; raise for what is no partition of ranks."""
+    if not isinstance(levels, Mapping):
+        raise TypeError(
+            f"levels must map names to groups of ranks, got {levels!r}; give for example "
+            "{'world': [[0, 1]]}, or Topology.from_sizes({'host': 2, 'world': 4})"
+        )
+    if not levels:
+        raise ValueError("levels must not be empty; give for example {'world': [[0, 1]]}")
+    made: dict[str, Partition] = {}
+    for name, groups in levels.items():
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"a level must have a name such as 'host' or 'world', got {name!r}")
+        lists = isinstance(groups, Iterable) and not isinstance(groups, (str, bytes))
+        listed = list(groups) if lists else []
+        if not lists or any(
+            isinstance(g, (str, bytes)) or not isinstance(g, Iterable) for g in listed
+        ):
+            raise TypeError(
+                f"level {name!r} must be a list of groups, each a list of ranks, got {groups!r}; "
+                "give for example [[0, 1], [2, 3]]"
+            )
+        made[name] = tuple(
+            tuple(sorted(check_whole(f"a rank of level {name!r}", rank) for rank in group))
+            for group in listed
+        )
+    return made
+
+
 def _check_sizes(sizes: Mapping[str, int], total: int) -> None:
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"the size of {name!r} must be a whole number >= 1, got {size!r}")
+        check_whole(f"the size of {name!r}", size, 1)
     for (narrow, small), (wide, large) in itertools.pairwise(sizes.items()):
         if large % small:
             fits = next(n for n in range(small, 0, -1) if large % n == 0)
@@ -267,6 +318,13 @@ def _check_nesting(levels: Mapping[str, Partition]) -> tuple[int, ...]:
     return ranks
 
 
+def check_topology(topology: object) -> None:
+    """Raise where this is no topology."""
+    check_instance(
+        "topology", topology, Topology, "a Topology such as Topology.from_sizes({'host': 4, ...})"
+    )
+
+
 def check_weights(
     weights: Mapping[int, float] | Sequence[float] | None, ranks: tuple[int, ...]
 ) -> dict[int, float] | None:
@@ -276,12 +334,16 @@ def check_weights(
     if isinstance(weights, Mapping):
         given = dict(weights)
     else:
+        if isinstance(weights, (str, bytes)) or not isinstance(weights, Sequence):
+            raise TypeError(
+                f"weights must be one number a rank, as a list or by rank, got {weights!r}"
+            )
         if len(weights) != len(ranks):
             raise ValueError(f"give one weight a rank: got {len(weights)} for {len(ranks)} ranks")
         given = dict(zip(ranks, weights, strict=True))
     if set(given) != set(ranks):
-        raise ValueError(f"give one weight a rank: got {sorted(given)} for ranks {list(ranks)}")
+        raise ValueError(f"give one weight a rank: got {list(given)} for ranks {list(ranks)}")
     for rank, weight in given.items():
-        if not (isinstance(weight, (int, float)) and 0 < weight < float("inf")):
+        if not (is_number(weight) and 0 < weight < float("inf")):
             raise ValueError(f"the weight of rank {rank} must be finite and > 0, got {weight!r}")
     return {rank: float(weight) for rank, weight in given.items()}

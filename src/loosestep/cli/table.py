@@ -26,6 +26,7 @@ def rows(facts: Sequence[Facts], target: float | None) -> list[dict[str, Any]]:
             "seconds": run.seconds,
             "seconds_per_step": run.seconds_per_step,
             "steps": run.steps,
+            "still_in_its_warm_up": run.warms_up,
             "seconds_to_target": run.seconds_to(target),
             "target_loss": target,
             "final_loss": run.final_loss,
@@ -48,7 +49,7 @@ def table(facts: Sequence[Facts], target: float | None) -> Table:
     result = Table(name, *(Column(text, overflow="fold") for text in columns), padding=(0, 0, 0, 1))
     for run in facts:
         result.add_row(
-            run.label,
+            f"{run.label} (still in its warm-up)" if run.warms_up else run.label,
             words.seconds(run.seconds),
             words.seconds(run.seconds_to(target)),
             words.loss(run.final_loss),

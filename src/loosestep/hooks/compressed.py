@@ -22,7 +22,7 @@ from torch.autograd import Variable
 from loosestep.errors import NotFinite
 from loosestep.flat import STAGING
 from loosestep.groups import world_group
-from loosestep.hooks.reductions import Reductions, check_reducer, future_of
+from loosestep.hooks.reductions import Reductions, check_gradient_reducer, future_of
 from loosestep.peers import Peers, Phase, peers_of
 from loosestep.wire import Reducer, Traffic
 
@@ -42,7 +42,7 @@ def gradient_hook(
         state, hook = gradient_hook(ErrorFeedback(Int8()), topology.peers("host"))
         ddp_model.register_comm_hook(state, hook)
     """
-    check_reducer(reducer)
+    check_gradient_reducer(reducer)
     if not isinstance(level, Peers | dist.ProcessGroup | None):
         raise TypeError(
             "level must be a level such as topology.peers('host'), a process group or None, got "

@@ -16,7 +16,7 @@ import torch
 
 from loosestep.groups import free_group, own_group
 from loosestep.peers import Peers, Phase
-from loosestep.wire import Handle, Reducer, Traffic, check_suits_gradients
+from loosestep.wire import Handle, Reducer, Traffic, check_reducer, check_suits_gradients
 
 Job = Callable[[], None]
 
@@ -29,7 +29,7 @@ class Reductions:
     """
 
     def __init__(self, reducer: Reducer) -> None:
-        check_reducer(reducer)
+        check_gradient_reducer(reducer)
         self.reducer = reducer
         self.traffic = Traffic()  # of all that is done
         self._adding = threading.Lock()
@@ -178,12 +178,9 @@ def _end(*lines: _Line) -> None:
         line.put(None)
 
 
-def check_reducer(reducer: object) -> None:
-    """Raise where this is no reducer, before a thread or a process group is made for it."""
-    if not isinstance(reducer, Reducer) or isinstance(reducer, type):
-        raise TypeError(
-            f"reducer must be one such as Int8() or ErrorFeedback(Int4()), got {reducer!r}"
-        )
+def check_gradient_reducer(reducer: object) -> None:
+    """Raise where this cannot share gradients, before a thread or a group is made for it."""
+    check_reducer("reducer", reducer, "Int8() or ErrorFeedback(Int4())")
     check_suits_gradients(reducer)
 
 

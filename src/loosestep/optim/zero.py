@@ -89,7 +89,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.kind = kind_of(optimizer_class, self.options.elementwise)
         self.process_group = _checked_group(process_group)
         self.overlap_with_ddp = overlap_with_ddp
-        groups = torch.optim.Optimizer(params, {}).param_groups  # in all forms that torch takes
+        groups = _groups_of(params)
         check_parameters(groups)
         check_devices(groups, self.process_group)
         self._check_accepted = acceptance_of(optimizer_class, defaults)
@@ -383,6 +383,14 @@ class _Shadow(JoinHook):
     def main_hook(self) -> None:
         """Do this rank's part of one step."""
         self._stepper.shadow()
+
+
+def _groups_of(params: Any) -> list[Group]:
+    """Return parameters as groups, in all forms that torch takes."""
+    try:
+        return torch.optim.Optimizer(params, {}).param_groups
+    except KeyError:  # torch's own word for it
+        raise ValueError(f"a parameter group must have 'params', got {params!r}") from None
 
 
 def _checked_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:

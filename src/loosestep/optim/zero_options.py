@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from loosestep.checks import check_seconds, is_number
+
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOptions:
@@ -27,11 +29,13 @@ class ZeroOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
-        for name in ("clip_norm", "timeout"):
-            value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 < value < math.inf):
-                raise ValueError(f"{name} must be finite and > 0, got {value!r}; None: none")
-        if not (_is_number(self.norm_type) and self.norm_type > 0):
+        if not isinstance(self.elementwise, bool | None):
+            raise TypeError(f"elementwise must be True, False or None, got {self.elementwise!r}")
+        norm = self.clip_norm
+        if norm is not None and not (is_number(norm) and 0 < norm < math.inf):
+            raise ValueError(f"clip_norm must be finite and > 0, got {norm!r}; None: none")
+        check_seconds("timeout", self.timeout)
+        if not (is_number(self.norm_type) and self.norm_type > 0):
             raise ValueError(f"norm_type must be > 0 (inf is allowed), got {self.norm_type!r}")
         if self.scaler is not None and not isinstance(self.scaler, torch.amp.GradScaler):
             raise TypeError(f"scaler must be a GradScaler, got {type(self.scaler).__name__}")
@@ -45,7 +49,3 @@ class ZeroOptions:
         """Return what must be equal on all ranks as one line."""
         scaled = self.scaler is not None and self.scaler.is_enabled()
         return f"clip_norm={self.clip_norm} norm_type={self.norm_type} scaler={scaled}"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from loosestep.report.course import Course, course, needed, number
 from loosestep.runs import Run, RunInfo
+from loosestep.trainer.mistakes import BadInput
+from loosestep.trainer.specs import parse_spec
 
 ALONE = "alone"  # the recipe of the trainer that shares nothing
 
@@ -33,6 +35,16 @@ class Facts:
     def final_loss(self) -> float | None:
         """The last loss on held-out data; None where there was none, or it is not a number."""
         return self.course.evals[-1].loss if self.course.evals else None
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether it ended before its warm-up did: it was plain data parallelism throughout."""
+        try:
+            options = parse_spec(self.info.strategy).options
+        except BadInput:  # a run of somebody else's making
+            return False
+        warmup = options.get("warmup", options.get("warmup_steps", 0))
+        return isinstance(warmup, int) and warmup > 0 and self.last_step <= warmup
 
     @property
     def shares(self) -> bool:

@@ -200,6 +200,11 @@ def _notes(facts: Sequence[Facts], differ: Differences) -> list[str]:
             notes.append(f"{run.label} diverged: its last loss is not a number.")
         elif not run.course.evals:
             notes.append(f"{run.label} recorded no validation loss.")
+        if run.warms_up:
+            notes.append(
+                f"{run.label} is still in its warm-up: it shared gradients with all workers at "
+                "every step."
+            )
         if not run.shares and len(facts) > 1:
             notes.append(
                 f"{run.label} shares nothing and is not ranked: its {_s(run.seconds_per_step)} a "

@@ -63,6 +63,14 @@ class Telemetry:
     sinks: Sequence[Sink] = ()
     totals: dict[str, LevelTotals] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Refuse sinks that cannot take a record."""
+        if not isinstance(self.sinks, Sequence):
+            raise TypeError(f"sinks must be a list such as [JsonLines(path)], got {self.sinks!r}")
+        for sink in self.sinks:
+            if isinstance(sink, type) or not isinstance(sink, Sink):
+                raise TypeError(f"a sink must be one such as JsonLines(path), got {sink!r}")
+
     def record(self, record: SyncRecord) -> None:
         """Count a sync and hand it to the sinks."""
         self.totals.setdefault(f"{record.kind}/{record.level}", LevelTotals()).add(record)

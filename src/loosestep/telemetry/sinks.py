@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Sink(Protocol):
     """Takes records, one at a time."""
 
@@ -25,7 +26,7 @@ class JsonLines:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
+        self._file = open(os.fspath(path), "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,11 @@ def check_options(spec: Spec) -> None:
             f"{', '.join(names())}"
         )
     arguments_of(spec.name, make, spec.options)
+
+
+def has_option(spec: Spec, name: str) -> bool:
+    """Say whether a contender's recipe takes an argument."""
+    return name in inspect.signature(_makers()[spec.name]).parameters
 
 
 def check_spec(spec: Spec) -> None:

@@ -6,7 +6,14 @@ from loosestep.wire.mean import Mean, mean_into
 from loosestep.wire.native import Native
 from loosestep.wire.nonfinite import NonFinite
 from loosestep.wire.quantize import Int2, Int4, Int8, Ternary
-from loosestep.wire.reducer import Handle, Reducer, Traffic, check_suits_gradients, leaves_apart
+from loosestep.wire.reducer import (
+    Handle,
+    Reducer,
+    Traffic,
+    check_reducer,
+    check_suits_gradients,
+    leaves_apart,
+)
 from loosestep.wire.replica_feedback import ReplicaFeedback
 from loosestep.wire.resident import Resident
 from loosestep.wire.rounding import Rounding
@@ -34,6 +41,7 @@ __all__ = [
     "TopK",
     "Traffic",
     "TwoLevel",
+    "check_reducer",
     "check_suits_gradients",
     "exact_like",
     "leaves_apart",

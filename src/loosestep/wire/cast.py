@@ -12,7 +12,7 @@ from loosestep.tensors import Named
 from loosestep.wire.codec_cast import Narrow, narrow
 from loosestep.wire.compressed import Compressed, Memories
 from loosestep.wire.mean import Mean
-from loosestep.wire.reducer import Around, Handle, Reducer
+from loosestep.wire.reducer import Around, Handle, Reducer, check_reducer
 
 
 class Cast:
@@ -30,8 +30,10 @@ class Cast:
     lossy = True
 
     def __init__(self, dtype: torch.dtype, inner: Reducer | None = None) -> None:
-        if not dtype.is_floating_point:
-            raise TypeError(f"Cast needs a floating dtype such as torch.bfloat16, got {dtype}")
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"Cast needs a floating dtype such as torch.bfloat16, got {dtype!r}")
+        if inner is not None:
+            check_reducer("inner", inner)
         self.dtype = dtype
         self.inner = Mean() if inner is None else inner
         self.on_nonfinite = getattr(self.inner, "on_nonfinite", None)

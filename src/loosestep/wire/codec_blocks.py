@@ -28,9 +28,9 @@ class Blocks:
     """The codec of ``bits`` bits a value and a scale for every ``block`` values."""
 
     def __init__(self, bits: float, block: int = 256, *, loops: Loops = Loops.BEST) -> None:
-        if not isinstance(block, int) or not 1 <= block <= LARGEST_BLOCK:
+        if isinstance(block, bool) or not isinstance(block, int) or not 1 <= block <= LARGEST_BLOCK:
             raise ValueError(
-                f"block must be a whole number in 1..{LARGEST_BLOCK}, got {block}; 256 values a "
+                f"block must be a whole number in 1..{LARGEST_BLOCK}, got {block!r}; 256 values a "
                 "scale is a fair deal between bytes and precision"
             )
         self.bits, self.block, self._loops = bits, block, loops

@@ -9,6 +9,7 @@ import torch
 
 import loosestep.wire.codec_c as codec_c
 import loosestep.wire.codec_torch as codec_torch
+from loosestep.checks import is_number
 from loosestep.wire.codec import Loops, on_device
 from loosestep.wire.rounding import Draw
 
@@ -19,9 +20,9 @@ class Largest:
     """The codec that keeps ``density`` of the values, at least one: eight bytes for each."""
 
     def __init__(self, density: float, *, loops: Loops = Loops.BEST) -> None:
-        if not 0.0 < density <= 1.0:
+        if not (is_number(density) and 0.0 < density <= 1.0):
             raise ValueError(
-                f"density must lie in (0, 1], got {density}; 0.01 sends one value in a hundred"
+                f"density must lie in (0, 1], got {density!r}; 0.01 sends one value in a hundred"
             )
         self._density, self._loops = Fraction(str(density)), loops  # 0.1 of 30 is 3, not 4
 

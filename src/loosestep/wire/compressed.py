@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
+from loosestep.checks import check_whole
 from loosestep.flat import STAGING, slices
 from loosestep.peers import Message, Peers, Transfer
 from loosestep.policies import choose
@@ -81,7 +82,7 @@ class Compressed:
         seed: int = 0,
         on_nonfinite: NonFinite | str = NonFinite.RAISE,
     ) -> None:
-        self.codec, self.seed = codec, seed
+        self.codec, self.seed = codec, check_whole("seed", seed)
         self.rounding = choose(Rounding, rounding)
         self.on_nonfinite = choose(NonFinite, on_nonfinite)
         self._calls: dict[str, int] = {}  # of every slot, if they are rounded by chance

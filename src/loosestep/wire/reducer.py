@@ -130,6 +130,12 @@ class Around:
         self._inner.wait()
 
 
+def check_reducer(what: str, reducer: object, example: str = "Mean()") -> None:
+    """Raise where this is no reducer; its class is none either."""
+    if isinstance(reducer, type) or not isinstance(reducer, Reducer):
+        raise TypeError(f"{what} must be a reducer such as {example}, got {reducer!r}")
+
+
 def leaves_apart(reducer: object) -> bool:
     """Say whether replicas still differ after this reducer's syncs."""
     return bool(getattr(reducer, "leaves_apart", False))

@@ -23,6 +23,7 @@ import torch
 
 import loosestep.wire.codec_c as codec_c
 import loosestep.wire.codec_torch as codec_torch
+from loosestep.checks import is_number
 from loosestep.flat import STAGING
 from loosestep.peers import Peers
 from loosestep.wire.compressed import LARGEST, Compressed, narrow
@@ -106,9 +107,9 @@ class Scaled:
                 f"{inner!r} has no level at zero: what is little beside its block would become "
                 "much, and its unit with it; give Ternary(), in fewer bytes"
             )
-        if not 0.0 <= memory < 1.0:
+        if not (is_number(memory) and 0.0 <= memory < 1.0):
             raise ValueError(
-                f"memory must be at least 0 and less than 1, got {memory}; 0.95 is that of some "
+                f"memory must be at least 0 and less than 1, got {memory!r}; 0.95 is that of some "
                 "twenty calls"
             )
         self.inner, self.memory = inner, memory

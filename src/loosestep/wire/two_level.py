@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from loosestep.checks import check_whole
 from loosestep.errors import NotAttachable
 from loosestep.flat import slices
 from loosestep.peers import Peers
@@ -36,7 +37,7 @@ from loosestep.wire.mean import Mean, MeanInFlight
 from loosestep.wire.memory import place_of
 from loosestep.wire.nonfinite import all_finite, contributors
 from loosestep.wire.pieces import InPieces, cut, piece_lengths
-from loosestep.wire.reducer import Handle, Reducer, leaves_apart
+from loosestep.wire.reducer import Handle, Reducer, check_reducer, leaves_apart
 from loosestep.wire.resident import Resident, room
 from loosestep.wire.ways import Ways, blocks, make_ways
 
@@ -354,12 +355,12 @@ def _check(inner: object, inside: object, ranks_per_host: object) -> None:
             "compressed between hosts; use Resident() alone, or TwoLevel(Scaled(Ternary()), "
             "inside=Resident())"
         )
-    if isinstance(inner, type) or not isinstance(inner, Reducer | None):
-        raise TypeError(f"inner must be a reducer such as Int4(), got {inner!r}")
+    if inner is not None:
+        check_reducer("inner", inner, "Int4()")
     if isinstance(inner, Resident):
         raise ValueError(
             "Resident() shares memory inside a host, and inner works between hosts; use "
             "TwoLevel() or Resident() alone"
         )
-    if not isinstance(ranks_per_host, int | None) or (ranks_per_host or 1) < 1:
-        raise ValueError(f"ranks_per_host must be a whole number >= 1, got {ranks_per_host!r}")
+    if ranks_per_host is not None:
+        check_whole("ranks_per_host", ranks_per_host, 1, hint="None tells hosts apart by name")
