@@ -1,5 +1,6 @@
 """Fixtures for all tests, and in CI the rule that nothing is skipped unseen."""
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -47,6 +48,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and _shares_with_its_module(item):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector leave alone what stays until the end: torch and the test modules."""
+    gc.collect()
+    gc.freeze()
 
 
 def _shares_with_its_module(item: pytest.Function) -> bool:

@@ -197,6 +197,12 @@ SANITIZED = (
 )
 
 
+def path_of(library: str) -> str:
+    """Return where the compiler has a library."""
+    asked = ["gcc", f"-print-file-name={library}"]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
@@ -205,9 +211,8 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     assert "WITHOUT" not in said
     room = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(room)
-    runtime = subprocess.run(
-        ["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    # The C++ library too: the sanitizer looks for it at the start, when torch is not yet loaded.
+    preload = " ".join(path_of(name) for name in ("libasan.so", "libstdc++.so"))
     names = "codecs shared_memory scaled host_pair two_level compressed lending resident_gradients"
     modules = [f"tests/test_{name}.py" for name in names.split()]
     quietly = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
@@ -216,7 +221,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
         cwd=ROOT,
         env=os.environ
         | {
-            "LD_PRELOAD": runtime,
+            "LD_PRELOAD": preload,
             # Python never frees all it has; and a rank that is killed must not be a finding.
             "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
             "UBSAN_OPTIONS": "print_stacktrace=1:abort_on_error=1",

@@ -1,5 +1,6 @@
 """Short trainings give what they gave before, to the bit."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recorded import differences
+from tests.recorded import SAME_EVERYWHERE, differences
 
 ROOT = Path(__file__).parents[1]
 
@@ -16,7 +17,11 @@ ROOT = Path(__file__).parents[1]
 def test_trainings_give_what_they_gave_before() -> None:
     """Every recipe, reducer, transport, sharding mode and drop-in name is as it was recorded."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.recorded"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "tests.recorded"],
+        cwd=ROOT,
+        env=os.environ | SAME_EVERYWHERE,
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stdout + run.stderr
 

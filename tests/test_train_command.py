@@ -271,7 +271,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path):
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1.0)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=5)
+        out, err = process.communicate(timeout=20)  # the time-out of a wait is 60
     assert Done(process.returncode, out, err).refused().startswith("loosestep: ended at once")
     assert process.returncode == 130
     assert not any(alive(worker) for worker in workers)

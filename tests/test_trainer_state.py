@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -321,10 +322,15 @@ def test_a_store_that_ends_with_its_worker_ends_the_watch_quietly(
 # The team of workers, with processes that are quicker to start than real ones
 
 
+def shell(body: str) -> subprocess.Popen[str]:
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(["sh", "-c", body], text=True, start_new_session=True, **pipes)
+
+
 def outcome_of(*bodies: str, interrupt: bool = False) -> tuple[int, str]:
     team = Team()
     for body in bodies:
-        team.start(["sh", "-c", body], {"PATH": "/usr/bin:/bin"}, "orders")
+        team.add(shell(body), "orders")
     if interrupt:
         time.sleep(0.3)
         team.interrupt()
@@ -372,14 +378,12 @@ def test_what_the_library_warns_of_is_handed_on_once():
     team = Team()
     body = "echo 'a.py:3: LoosestepWarning: no room' >&2; echo '  warn_once(' >&2"
     for _ in range(2):
-        team.start(["sh", "-c", body], {"PATH": "/usr/bin:/bin"}, "orders")
+        team.add(shell(body), "orders")
     assert team.wait(lambda: None).warnings == ["no room"]
 
 
 def test_long_orders_arrive():
     team = Team()
     orders = "x" * 300_000  # more than fits into a pipe or a variable
-    team.start(
-        ["sh", "-c", 'test "$(head -n 1 | wc -c)" = 300001'], {"PATH": "/usr/bin:/bin"}, orders
-    )
+    team.add(shell('test "$(head -n 1 | wc -c)" = 300001'), orders)
     assert team.wait(lambda: None).code == 0

@@ -24,6 +24,7 @@ from loosestep import forking
 _HOST = "127.0.0.1"
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _PR_SET_PDEATHSIG = 1
+_num_modules = 0  # that were loaded when the collector was last told to leave them alone
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,9 @@ def connect_store(port: int, *, serve: bool = False) -> Any:
 
 def work(pipe: Connection[Any, Any], store_port: int) -> None:
     """Do the jobs that come through `pipe` until it closes."""
-    _die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     store = connect_store(store_port)
-    gc.freeze()  # torch's own objects: not worth a look after every job
     pipe.send("started")
     while True:
         try:
@@ -81,8 +81,18 @@ def _do(job: Job, pipe: Connection[Any, Any], store: Any) -> None:
         dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(environment)
-    gc.collect()  # what still holds the old group goes now, not in the middle of the next job
+    _collect()
     pipe.send("left")
+
+
+def _collect() -> None:
+    """Free what still holds the old group, now and not in the middle of the next job."""
+    gc.collect()
+    global _num_modules
+    if len(sys.modules) != _num_modules:
+        # What modules are made of stays for good, and is not worth a look after every job.
+        _num_modules = len(sys.modules)
+        gc.freeze()
 
 
 def _answer(job: Job, store: Any) -> Answer:
@@ -110,7 +120,7 @@ def _join_group(job: Job, store: Any) -> None:
     )
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Arrange for this process to be killed when the one that started the pool is gone."""
     threading.Thread(target=_watch_parent, daemon=True).start()
     if sys.platform != "linux":

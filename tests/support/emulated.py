@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from loosestep.lab import EmulatedHosts
-from tests.support.netns import Rank
+from tests.support.netns import Rank, call_of
 
 
 def start(
     hosts: EmulatedHosts, body: Callable[..., Any], *args: Any, rank: int, host: int, size: int
 ) -> Rank:
     """Start a body as one of ``size`` ranks on a host."""
-    command = [sys.executable, "-m", "tests.support.netns", body.__module__, body.__name__]
     own = {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
     environment = os.environ | hosts.environment(host) | own
-    return Rank([*hosts.inside(host), *command, json.dumps(args)], environment)
+    return Rank(call_of(body, args, hosts.entry(host)), environment)
 
 
 def run_on(

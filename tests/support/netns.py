@@ -16,21 +16,27 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
 
+from loosestep import forking
+from loosestep.lab import Entry
+from loosestep.rank_worker import die_with_parent
 from tests.support.lines import find_line
 
 INTERFACE = "eth0"
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
 SEGMENT_BYTES = 1448  # what a frame of 1500 bytes carries
 PORT = "29500"  # of the store on the first host, where nobody else listens
-ROOT = Path(__file__).parents[2]
+PRELOAD = ("loosestep.rank_worker",)
 
 
 def missing() -> str:
@@ -74,8 +80,7 @@ class TwoHosts:
             holder.communicate()
 
     def start(self, body: Callable[..., Any], *args: Any, rank: int, host: int, size: int) -> Rank:
-        """Start ``body(*args)`` as one of ``size`` ranks on a host; arguments travel as JSON."""
-        command = [sys.executable, "-m", __name__, body.__module__, body.__name__, json.dumps(args)]
+        """Start ``body(*args)`` as one of ``size`` ranks on a host."""
         environment = os.environ | {
             "RANK": str(rank),
             "WORLD_SIZE": str(size),
@@ -84,7 +89,7 @@ class TwoHosts:
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "OMP_NUM_THREADS": "1",
         }
-        self._ranks.append(Rank([*self._inside(host), *command], environment))
+        self._ranks.append(Rank(call_of(body, args, Entry(self._holders[host].pid)), environment))
         return self._ranks[-1]
 
     def cut(self) -> None:
@@ -108,34 +113,58 @@ class TwoHosts:
         return ["nsenter", "--net", "--target", str(self._holders[host].pid)]
 
 
-class Rank:
-    """A process on one of the hosts."""
+class Call(NamedTuple):
+    """What a rank is to do, and on which host."""
 
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
-        self._process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    entry: Entry
+    module: str
+    name: str
+    args: tuple[Any, ...]
+    path: list[str]
+
+
+def call_of(body: Callable[..., Any], args: tuple[Any, ...], entry: Entry) -> Call:
+    """Return the call of a module's function on a host."""
+    return Call(entry, body.__module__, body.__name__, args, list(sys.path))
+
+
+class Rank:
+    """A process on one of the hosts, forked from one that has torch loaded."""
+
+    def __init__(self, call: Call, environment: dict[str, str]) -> None:
+        reading, writing = os.pipe()
+        self._out = os.fdopen(reading)
+        self._errors: TextIO = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by kill)
+        with os.fdopen(writing, "w") as out:
+            self._process = _start(call, environment, out, self._errors)
 
     def wait_for(self, line: str) -> None:
         """Wait until the body prints this line."""
-        assert self._process.stdout is not None
-        find_line(self._process.stdout, line)
+        find_line(self._out, line)
 
     def result(self, timeout: float) -> Any:
         """Return what the body returned; raise with its traceback if it did not."""
-        out, errors = self._process.communicate(timeout=timeout)
-        if self._process.returncode != 0:
-            raise RuntimeError(f"the rank ended with {self._process.returncode}:\n{errors}")
-        return json.loads(out.splitlines()[-1])
+        self._process.join(timeout)
+        if self._process.exitcode != 0:
+            self._errors.seek(0)
+            ended = f"the rank ended with {self._process.exitcode}:"
+            raise RuntimeError(f"{ended}\n{self._errors.read()}")
+        return json.loads(self._out.read().splitlines()[-1])
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.communicate()
+        self._process.join()
+        self._out.close()
+        self._errors.close()
+
+
+def _start(call: Call, environment: dict[str, str], out: TextIO, errors: TextIO) -> Any:
+    # Files cannot be handed to a fork server, but connections can, with what is behind them.
+    ends = [Connection(os.dup(f.fileno()), readable=False) for f in (out, errors)]
+    process = forking.start(be, call, environment, *ends, preload=PRELOAD)
+    for end in ends:
+        end.close()
+    return process
 
 
 class Sent(NamedTuple):
@@ -163,14 +192,22 @@ def _call(command: list[str]) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=30)
 
 
-def main(module: str, name: str, args: str) -> None:
-    """Be a rank: join the others, run the body and print what it returns."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    result = getattr(importlib.import_module(module), name)(*json.loads(args))
-    print(json.dumps(result), flush=True)
+def be(call: Call, environment: dict[str, str], out: Any, errors: Any) -> None:
+    """Be a rank: join the others on its host, run the body and print what it returns."""
+    die_with_parent()
+    for end, number in ((out, 1), (errors, 2)):
+        os.dup2(end.fileno(), number)
+        end.close()
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = call.path
+    try:
+        call.entry()
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+        result = getattr(importlib.import_module(call.module), call.name)(*call.args)
+        print(json.dumps(result), flush=True)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
     os._exit(0)  # the others may be out of reach, so there is nobody to say goodbye to
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

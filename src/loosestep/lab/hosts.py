@@ -18,6 +18,7 @@ Whoever starts processes inside sees to it that they end.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import select
@@ -25,6 +26,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from loosestep.errors import LoosestepError
 from loosestep.lab.link import Link
@@ -33,6 +35,7 @@ INTERFACE = "eth0"  # a host's uplink, seen from inside
 SWITCH = "switch0"
 PORT = "29500"  # of the store on the first host, where nobody else listens
 MOST_HOSTS = 200
+NETWORK = 0x40000000  # CLONE_NEWNET, the kind of namespace
 SECONDS = 30.0  # how long the kernel may take for one command
 
 _TOOLS = {
@@ -51,6 +54,25 @@ _TRIALS = {
 
 
 FIRST_TRIAL = 10  # what the shell returns if the first of them fails, 11 if the second does
+
+
+class Entry(NamedTuple):
+    """The way into a host, for a process that is forked and not started by a command."""
+
+    holder: int  # a process that is inside
+    processors: tuple[int, ...] = ()  # that may be used; none: all
+
+    def __call__(self) -> None:
+        """Move this thread, and those that it starts from now on."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        namespace = os.open(f"/proc/{self.holder}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if libc.setns(namespace, NETWORK):
+                raise CannotEmulate(f"cannot enter a host: {os.strerror(ctypes.get_errno())}")
+        finally:
+            os.close(namespace)
+        if self.processors:
+            os.sched_setaffinity(0, self.processors)
 
 
 class CannotEmulate(LoosestepError, RuntimeError):
@@ -122,6 +144,10 @@ class EmulatedHosts:
     def inside(self, host: int) -> list[str]:
         """Return what to put before a command so that it runs on a host."""
         return [*on_processors(self.processors(host)), *self._holder(host).inside]
+
+    def entry(self, host: int) -> Entry:
+        """Return what a process must call first to be on a host, if no command can be run there."""
+        return Entry(self._holder(host).pid, tuple(self.processors(host)))
 
     def processors(self, host: int) -> list[int]:
         """Return which of this process's processors are the host's; none: too few to divide."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import IO, Any, TypeAlias
 
@@ -14,14 +15,14 @@ PRELOAD = ("loosestep.trainer.start",)
 
 
 class Forked:
-    """One worker on this machine, with pipes to its stdin and from its stderr."""
+    """One worker, with pipes to its stdin and from its stderr; ``entry`` takes it to its host."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], entry: Callable[[], None] | None) -> None:
         made = forking.context(PRELOAD)
         (orders, to_worker), (from_worker, errors) = made.Pipe(False), made.Pipe(False)
         self.stdin: IO[str] = _as_file(to_worker, "w")
         self.stderr: IO[str] = _as_file(from_worker, "r")
-        self._process = forking.start(_be, orders, errors, environment, preload=PRELOAD)
+        self._process = forking.start(_be, orders, errors, environment, entry, preload=PRELOAD)
         orders.close()
         errors.close()
 
@@ -55,9 +56,12 @@ def _as_file(end: Pipe, mode: str) -> IO[str]:
 
 
 def _be(
-    orders: Connection[Any, Any], errors: Connection[Any, Any], environment: dict[str, str]
+    orders: Connection[Any, Any],
+    errors: Connection[Any, Any],
+    environment: dict[str, str],
+    entry: Callable[[], None] | None,
 ) -> None:
-    """Be a worker: in a session of its own, with that stdin, stderr and environment."""
+    """Be a worker: in a session of its own, with that stdin, stderr, environment and host."""
     from loosestep.trainer.start import main
 
     forking.let_go()
@@ -68,4 +72,6 @@ def _be(
     sys.stdin = os.fdopen(0, closefd=False)
     os.environ.clear()
     os.environ.update(environment)
+    if entry is not None:
+        entry()
     main()

@@ -33,8 +33,8 @@ READ_SECONDS = 5.0  # for the last words of a worker that has ended
 class Place(Protocol):
     """A host that workers are started on."""
 
-    def inside(self, host: int) -> list[str]:
-        """Return what a command on that host begins with."""
+    def entry(self, host: int) -> Callable[[], None] | None:
+        """Return what a worker must call first to be there; None: it is there already."""
 
     def address(self, host: int) -> str:
         """Return where others reach it."""
@@ -46,9 +46,8 @@ class Place(Protocol):
 class ThisMachine:
     """All workers on this machine, talking by the loopback."""
 
-    def inside(self, host: int) -> list[str]:
+    def entry(self, host: int) -> None:
         """Return nothing: they are here."""
-        return []
 
     def address(self, host: int) -> str:
         """Return the loopback's."""
@@ -78,23 +77,8 @@ class Team:
     killed: set[int] = field(default_factory=set)  # ranks that were ended from here
     readers: list[threading.Thread] = field(default_factory=list)
 
-    def start(self, command: list[str], environment: dict[str, str], orders: str) -> None:
-        """Start one more worker, in a session of its own: the terminal's Ctrl-C is handed on."""
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self._add(process, orders)
-
-    def fork(self, environment: dict[str, str], orders: str) -> None:
-        """Start one more worker on this machine, which need not load torch anew."""
-        self._add(Forked(environment), orders)
-
-    def _add(self, process: subprocess.Popen[str] | Forked, orders: str) -> None:
+    def add(self, process: subprocess.Popen[str] | Forked, orders: str) -> None:
+        """Watch one more worker, and tell it what to do."""
         self.processes.append(process)
         self.said.append([])
         # In a thread: long orders do not fit into the pipe before the worker reads.
@@ -190,11 +174,7 @@ def run_here(
                 host = rank * num_hosts // num_workers
                 who = Rank(rank, num_workers, place.address(0), port, rank)
                 here = _environment(orders, who, place.environment(host))
-                if inside := place.inside(host):
-                    command = [*inside, sys.executable, "-m", "loosestep.trainer.start"]
-                    team.start(command, here, orders.to_json())
-                else:
-                    team.fork(here, orders.to_json())
+                team.add(Forked(here, place.entry(host)), orders.to_json())
             return team.wait(watch)
     finally:
         team.kill()

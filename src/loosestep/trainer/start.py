@@ -26,7 +26,3 @@ def main() -> None:
 def _end_with_parent() -> None:
     sys.stdin.buffer.read()  # ends when the other end of the pipe is closed
     os._exit(FAILED)
-
-
-if __name__ == "__main__":
-    main()
