@@ -109,7 +109,7 @@ def test_attachments_show_themselves(pool: RankPool) -> None:
 
 def test_topologies_show_themselves() -> None:
     """Runs of ranks are short, single ones are spelt out."""
-    levels = {"host": [[0, 2, 3, 4], [1, 5]], "world": [range(6)]}
+    levels = {"host": [[0, 2, 3, 4], [1, 5]], "world": [[0, 1, 2, 3, 4, 5]]}
     assert repr(Topology(levels)) == "Topology({'host': [0, 2-4] [1, 5], 'world': [0-5]})"
     weighted = Topology({"world": [[0, 1]]}, weights=[1, 2], timeout=3)
     assert repr(weighted) == "Topology({'world': [0, 1]}, weights={0: 1.0, 1: 2.0}, timeout=3)"

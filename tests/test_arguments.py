@@ -67,24 +67,40 @@ PURE: dict[str, Case] = {
     "Strategy": (
         Strategy,
         {
-            "schedule": every(8), "topology": None, "reducer": Mean(), "buffers": "mean",
-            "optimizer_state": "keep", "initial": "refuse", "sharding": None,
-            "gradient_reducer": None, "overlap_steps": 0,
+            "schedule": every(8),
+            "topology": None,
+            "reducer": Mean(),
+            "buffers": "mean",
+            "optimizer_state": "keep",
+            "initial": "refuse",
+            "sharding": None,
+            "gradient_reducer": None,
+            "overlap_steps": 0,
         },
     ),
     "ddp": (ddp, {"topology": None, "gradient_reducer": None}),
     "post_local_sgd": (
         post_local_sgd,
         {
-            "period": 4, "warmup_steps": 0, "gradients": "host", "topology": None,
-            "reducer": None, "gradient_reducer": None, "overlap_steps": 0,
+            "period": 4,
+            "warmup_steps": 0,
+            "gradients": "host",
+            "topology": None,
+            "reducer": None,
+            "gradient_reducer": None,
+            "overlap_steps": 0,
         },
     ),
     "hierarchical_sgd": (
         hierarchical_sgd,
         {
-            "periods": {"world": 4}, "warmup_steps": 0, "gradients": None, "topology": None,
-            "reducer": None, "gradient_reducer": None, "overlap_steps": 0,
+            "periods": {"world": 4},
+            "warmup_steps": 0,
+            "gradients": None,
+            "topology": None,
+            "reducer": None,
+            "gradient_reducer": None,
+            "overlap_steps": 0,
         },
     ),
     "zero": (
@@ -113,8 +129,11 @@ PURE: dict[str, Case] = {
     "ZeroOptions": (
         ZeroOptions,
         {
-            "elementwise": None, "clip_norm": 1.0, "norm_type": 2.0,
-            "scaler": None, "timeout": 1.0,
+            "elementwise": None,
+            "clip_norm": 1.0,
+            "norm_type": 2.0,
+            "scaler": None,
+            "timeout": 1.0,
         },
     ),
     "Telemetry": (Telemetry, {"sinks": []}),
@@ -177,15 +196,24 @@ def with_a_process_group() -> None:
 
     averager = PeriodicModelAverager(4)
     options = {
-        "module": None, "clock": None, "reducer": None, "buffers": "mean",
-        "telemetry": None, "timeout": None, "overlap_steps": 0,
+        "module": None,
+        "clock": None,
+        "reducer": None,
+        "buffers": "mean",
+        "telemetry": None,
+        "timeout": None,
+        "overlap_steps": 0,
     }
     cases: dict[str, Case] = {
         "attach": (
             attached,
             {
-                "model": model, "optimizer": optimizer(), "strategy": ddp(),
-                "scaler": None, "telemetry": None, "timeout": None,
+                "model": model,
+                "optimizer": optimizer(),
+                "strategy": ddp(),
+                "scaler": None,
+                "telemetry": None,
+                "timeout": None,
             },
         ),
         "periodic": (
@@ -195,15 +223,20 @@ def with_a_process_group() -> None:
         "hierarchical": (
             HierarchicalModelAverager,
             {
-                "period_group_size_dict": {4: 1}, "warmup_steps": 0, "process_group": None,
+                "period_group_size_dict": {4: 1},
+                "warmup_steps": 0,
+                "process_group": None,
                 **options,
             },
         ),
         "state": (
             PostLocalSGDState,
             {
-                "process_group": None, "subgroup": None, "start_localSGD_iter": 3,
-                "post_local_gradient_allreduce": False, "clock": Clock(),
+                "process_group": None,
+                "subgroup": None,
+                "start_localSGD_iter": 3,
+                "post_local_gradient_allreduce": False,
+                "clock": Clock(),
             },
         ),
         "post-local optimizer": (
@@ -213,16 +246,22 @@ def with_a_process_group() -> None:
         "average_": (
             average_,
             {
-                "tensors": [torch.zeros(2)], "group": None, "reducer": None,
-                "weights": None, "timeout": None,
+                "tensors": [torch.zeros(2)],
+                "group": None,
+                "reducer": None,
+                "weights": None,
+                "timeout": None,
             },
         ),
         "gradient_hook": (gradient_hook, {"reducer": Int8(), "level": None}),
         "zero optimizer": (
             ZeroRedundancyOptimizer,
             {
-                "params": list(model.parameters()), "optimizer_class": torch.optim.SGD,
-                "process_group": None, "zero_options": None, "lr": 0.1,
+                "params": list(model.parameters()),
+                "optimizer_class": torch.optim.SGD,
+                "process_group": None,
+                "zero_options": None,
+                "lr": 0.1,
             },
         ),
     }
@@ -262,7 +301,7 @@ REFUSED: dict[str, tuple[Callable[[], object], list[str]]] = {
     "ranks in words": (lambda: Topology({"w": [["0"]]}), ["a rank of level 'w'", "'0'"]),  # type: ignore[list-item]
     "half a rank": (lambda: Topology({"w": [[0.5]]}), ["a rank of level 'w'", "0.5"]),  # type: ignore[list-item]
     "a rank below 0": (lambda: Topology({"w": [[-1, 0]]}), ["a rank of level 'w'", "-1"]),
-    "a schedule's class": (lambda: Strategy(schedule=loosestep.Schedule), ["schedule"]),  # type: ignore[arg-type, type-abstract]
+    "a schedule's class": (lambda: Strategy(schedule=loosestep.Schedule), ["schedule"]),  # type: ignore[arg-type]
     "a sink's class": (lambda: Telemetry(sinks=[JsonLines]), ["sink", "JsonLines(path)"]),  # type: ignore[list-item]
 }
 

@@ -130,6 +130,10 @@ def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
+def with_sgd(module: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    return module, sgd(module)
+
+
 def attach_to(module: torch.nn.Module, strategy: Strategy) -> None:
     attach(module, sgd(module), strategy, timeout=10).detach()
 
@@ -245,7 +249,7 @@ ON_RANKS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["'x'"],
     ),
     "a state of another version": (
-        lambda: attach(net(), sgd(net()), ddp()).load_state_dict({"version": 0}),
+        lambda: attach(*with_sgd(net()), ddp()).load_state_dict({"version": 0}),
         ["version", "0"],
     ),
 }

@@ -102,6 +102,21 @@ def test_a_file_of_settings_is_used_or_refused(tmp_path: Path, compared: tuple[D
     assert "there is a run in it already" in call("compare", "--config", settings).refused()
 
 
+def test_one_warm_up_is_for_all_contenders(tmp_path: Path):
+    """Who has none gets it, who was given one keeps it, and a run that never leaves it says so."""
+    specs = ("post_local_sgd:period=2,gradients=none", "torch-post-local:period=2,warmup=1", "ddp")
+    ends = ("--steps", "4", "--warmup", "4", "--workers-per-host", "1")
+    done = call(
+        "compare", *specs, *TINY, *ends, "--json", tmp_path / "t.json", "--out", tmp_path / "o"
+    )
+    assert (done.code, done.err) == (0, "")
+    rows = {row["strategy"]: row["still_in_its_warm_up"] for row in read_json(tmp_path / "t.json")}
+    ours = "post_local_sgd:period=2,gradients=none"
+    assert rows == {ours: True, "torch-post-local:period=2,warmup=1": False, "ddp": False}
+    assert "still in its warm-up" in " ".join(done.out.split())
+    assert "is still in its warm-up" in (tmp_path / "o" / "report.html").read_text()
+
+
 def test_a_recipe_that_nobody_can_guess_options_for_is_named_and_not_run(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import parse_args as parse_torchrun
 
-from loosestep import post_local_sgd
+from loosestep import hierarchical_sgd, post_local_sgd
 from loosestep.cli.arguments import parse
 from loosestep.doctor import (
     Finding,
@@ -22,7 +22,7 @@ from loosestep.doctor import (
     recommend,
     show,
 )
-from loosestep.doctor.advice import LADDER, WARMUP_STEPS, WIRES, Plan
+from loosestep.doctor.advice import LADDER, WIRES, Plan
 from loosestep.doctor.measuring import pairs_of
 from loosestep.doctor.rates import affordable
 from loosestep.trainer.specs import parse_spec
@@ -111,7 +111,7 @@ def test_a_slow_network_takes_few_bits() -> None:
     assert advice.costs[-1].seconds_waited == pytest.approx((5.195 - 4) / 32, rel=0.01)
     assert any("12.9 %" in reason for reason in advice.reasons)
     # A step of ddp takes 40 * 1.5 + 0.5 s, a hundred of them 6050 s.
-    assert "first 100 steps share gradients as ddp does and take 101 min" in advice.reasons[-2]
+    assert "gradients as ddp does, which takes 101 min" in advice.reasons[-2]
 
 
 def test_the_command_starts_what_was_measured_on_one_host() -> None:
@@ -189,8 +189,10 @@ def test_every_rung_is_a_strategy(wire: str) -> None:
                 assert parse_spec(text).strategy().overlap_steps == overlap
 
 
-def test_the_warmup_is_that_of_the_recipe() -> None:
-    assert inspect.signature(post_local_sgd).parameters["warmup_steps"].default == WARMUP_STEPS
+def test_a_warmup_is_offered_and_not_taken_for_granted() -> None:
+    """Recipes have none unless they are told, and neither has the command that is recommended."""
+    assert inspect.signature(post_local_sgd).parameters["warmup_steps"].default == 0
+    assert inspect.signature(hierarchical_sgd).parameters["warmup_steps"].default == 0
 
 
 def test_bad_numbers_are_refused() -> None:

@@ -40,7 +40,7 @@ Int2 Int4 Int8 NonFinite NotFinite Rounding Scaled Ternary TopK gradient_hook
 # wire -> flat; gradients and shards go attach -> hooks -> optim -> wire -> flat.
 FLOW = """
 native.interface native.library native forking
-errors torch_versions clock places sharded_types deadline blame groups schedule peers tensors
+checks errors torch_versions clock places sharded_types deadline blame groups schedule peers tensors
 policies flat binding replicas topology
 wire.exchange wire.reducer wire.sockets wire.kernel wire.segments wire.shelf wire.board
 wire.pieces wire.memory wire.train wire.lending wire.links wire.mean wire.resident
@@ -57,7 +57,7 @@ optim.shard_state optim.shard_checkpoint optim.shard_wire optim.stepping optim.z
 hooks hooks.adapters hooks.gradients hooks.ddp hooks.plain hooks.fsdp hooks.post_local_sgd
 hooks.reductions hooks.compressed hooks.reduced hooks.resident
 hooks.backward hooks.plans hooks.zero hooks.sharded
-strategy recipes scaling replica syncing adapting attaching
+strategy recipes scaling replica syncing adapting announcing attaching
 """.split()
 
 # What is on top of it, and nothing of the above imports: the trainer, its reports, the commands.
@@ -171,7 +171,7 @@ def test_imports_follow_the_flow(path: Path) -> None:
     """A module imports only what lies before it in the flow of data."""
     name = module_name(path)
     if name in ASIDE:
-        assert name == "__init__" or imported(path) <= {"forking", "peers", "wire"}
+        assert name == "__init__" or imported(path) <= {"checks", "forking", "peers", "wire"}
         return
     assert name in FLOW, f"say where {name} stands in the flow"
     allowed = set(FLOW[: FLOW.index(name)])
@@ -186,7 +186,15 @@ def test_gradients_do_not_know_parameters() -> None:
         name = module_name(path)
         if name.startswith("hooks"):
             assert not imported(path) & {"averaging", "parameters", "averagers"}
-        if name not in {"attaching", "adapting", "replica", "recipes", "__init__", *ON_TOP}:
+        if name not in {
+            "attaching",
+            "adapting",
+            "announcing",
+            "replica",
+            "recipes",
+            "__init__",
+            *ON_TOP,
+        }:
             assert not imported(path) & {"attaching", "strategy", "recipes"}
 
 

@@ -323,8 +323,13 @@ def test_a_store_that_ends_with_its_worker_ends_the_watch_quietly(
 
 
 def shell(body: str) -> subprocess.Popen[str]:
-    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(["sh", "-c", body], text=True, start_new_session=True, **pipes)
+    return subprocess.Popen(
+        ["sh", "-c", body],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def outcome_of(*bodies: str, interrupt: bool = False) -> tuple[int, str]:

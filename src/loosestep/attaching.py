@@ -310,7 +310,8 @@ def _check_arguments(model: object, optimizer: object, strategy: object) -> None
     if optimizer in _attached:
         raise NotAttachable("this optimizer is attached already; detach() it first")
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not any(id(p) in stepped for p in model.parameters()):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if trained and not any(id(p) in stepped for p in trained):
         raise NotAttachable(
             f"{type(optimizer).__name__} has none of the parameters of this "
             f"{type(model).__name__}, so its steps say nothing about them; make it from "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from loosestep.checks import check_whole
 from loosestep.overlap import check_can_overlap
 from loosestep.policies import Buffers, Initial, OptimizerState, Sharding, choose
 from loosestep.schedule import Schedule, check_overlap, most_seldom
@@ -54,6 +55,7 @@ class Strategy:
                     f"{type(part).__name__} needs a __repr__ that is equal on all ranks, since "
                     "they compare strategies by it; make it a frozen dataclass"
                 )
+        check_whole("overlap_steps", self.overlap_steps, hint="0 averages at once")
         check_overlap(self.overlap_steps, most_seldom(self.schedule) if self.overlap_steps else [])
         object.__setattr__(self, "buffers", choose(Buffers, self.buffers))
         object.__setattr__(self, "optimizer_state", choose(OptimizerState, self.optimizer_state))

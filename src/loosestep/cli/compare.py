@@ -113,6 +113,9 @@ def _show(done: list[Path], asked: Comparison, console: Console) -> None:
     if target is None and finished:
         target = target_loss(finished)
     console.print(table(facts, target))
+    for run in facts:
+        if run.warms_up:
+            console.print(f"{run.label}: still in its warm-up, so it was plain data parallelism")
     output = Path(asked.report) if asked.report else done[0].parent / "report.html"
     try:
         write_report(done, output, target=asked.target)

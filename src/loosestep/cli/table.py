@@ -49,7 +49,7 @@ def table(facts: Sequence[Facts], target: float | None) -> Table:
     result = Table(name, *(Column(text, overflow="fold") for text in columns), padding=(0, 0, 0, 1))
     for run in facts:
         result.add_row(
-            f"{run.label} (still in its warm-up)" if run.warms_up else run.label,
+            run.label,
             words.seconds(run.seconds),
             words.seconds(run.seconds_to(target)),
             words.loss(run.final_loss),

@@ -36,7 +36,7 @@ LADDER = (
     *((4, "exact"), (8, "exact"), (8, "bf16"), (8, "int8"), (8, "int4+ef")),
     *((period, "int4+ef") for period in (16, 32, 64)),
 )
-WARMUP_STEPS = 100  # of the recipe, unless told otherwise
+WARMUP_STEPS = 100  # that papers begin with, by way of example
 MOST_OVERLAP = 8  # steps; older averages than that disturb training
 PORT = 29_500  # where torchrun's processes meet
 
@@ -240,8 +240,8 @@ def _why(job: Job, plan: Plan) -> list[str]:
 def _warmup(job: Job) -> str:
     takes = WARMUP_STEPS * (job.ddp().seconds_waited + job.step_seconds)
     return (
-        f"The first {WARMUP_STEPS} steps share gradients as ddp does and take {seconds(takes)}; "
-        "warmup= says how many they are."
+        f"Where the first steps are rough, warmup={WARMUP_STEPS} lets so many of them share "
+        f"gradients as ddp does, which takes {seconds(takes)}."
     )
 
 

@@ -25,8 +25,8 @@ import select
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from loosestep.errors import LoosestepError
 from loosestep.lab.link import Link
@@ -56,7 +56,8 @@ _TRIALS = {
 FIRST_TRIAL = 10  # what the shell returns if the first of them fails, 11 if the second does
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True)
+class Entry:
     """The way into a host, for a process that is forked and not started by a command."""
 
     holder: int  # a process that is inside

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from loosestep.binding import agree, state
+from loosestep.checks import check_instance
 from loosestep.groups import free_group, own_group, require_process_group, world_group
 from loosestep.optim.kinds import acceptance_of, kind_of
 from loosestep.optim.prepare import ScalerLink, scale_to_norm_, total_norm
@@ -85,6 +86,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         require_process_group()
+        if zero_options is not None:
+            check_instance("zero_options", zero_options, ZeroOptions, "ZeroOptions(...)")
         self.options = ZeroOptions() if zero_options is None else zero_options
         self.kind = kind_of(optimizer_class, self.options.elementwise)
         self.process_group = _checked_group(process_group)

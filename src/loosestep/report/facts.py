@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loosestep.report.course import Course, course, needed, number
 from loosestep.runs import Run, RunInfo
-from loosestep.trainer.mistakes import BadInput
-from loosestep.trainer.specs import parse_spec
 
 ALONE = "alone"  # the recipe of the trainer that shares nothing
 
@@ -39,12 +38,8 @@ class Facts:
     @property
     def warms_up(self) -> bool:
         """Whether it ended before its warm-up did: it was plain data parallelism throughout."""
-        try:
-            options = parse_spec(self.info.strategy).options
-        except BadInput:  # a run of somebody else's making
-            return False
-        warmup = options.get("warmup", options.get("warmup_steps", 0))
-        return isinstance(warmup, int) and warmup > 0 and self.last_step <= warmup
+        warmup = re.search(r"[:,]warmup(?:_steps)?=(\d+)", self.info.strategy)
+        return warmup is not None and 0 < self.last_step <= int(warmup[1])
 
     @property
     def shares(self) -> bool:
