@@ -170,7 +170,7 @@ ALL_CHANGES = CHANGES | NAMED_CHANGES | BARE_CHANGES
 
 def by_attach(bag: Bag) -> None:
     # An optimizer is not what is compared, and would not take a sparse parameter.
-    attach(bag, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), Strategy(schedule=every(2)))
+    attach(bag, torch.optim.SGD([bag.a]), Strategy(schedule=every(2)))
 
 
 def by_averager(bag: Bag) -> None:

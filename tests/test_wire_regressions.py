@@ -251,7 +251,7 @@ NO_REDUCERS: dict[str, Callable[[], object]] = {
 def test_what_is_no_reducer_is_refused(way: str) -> None:
     """At once, with what was given and what is taken; no thread is started."""
     threads = threading.active_count()
-    with pytest.raises(TypeError, match=r"reducer must be one such as Int8\(\).*, got "):
+    with pytest.raises(TypeError, match=r"reducer must be a reducer such as Int8\(\).*, got "):
         NO_REDUCERS[way]()
     assert threading.active_count() == threads
 
