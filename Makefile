@@ -4,11 +4,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 CODE := $(wildcard src tests benchmarks examples)
-NATIVE := $(wildcard src/loosestep/native/*.c src/loosestep/native/*.h)
+NATIVE := $(wildcard src/loosestep/comm/native/*.c src/loosestep/comm/native/*.h)
 
 # Tests side by side, each with ranks of its own: they wait as much as they compute.
 WORKERS ?= 4
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadgroup
+
+# Hundreds of processes import the package and the tests: Python keeps what it has compiled, also where
+# the environment says otherwise.
+test test-fast test-long test-torch: export PYTHONDONTWRITEBYTECODE :=
 
 # Ranks are processes; a thread pool in each would have them fight for the cores.
 demo bench: export OMP_NUM_THREADS := 1
@@ -69,7 +73,7 @@ dist: $(READY)
 
 clean:
 	rm -rf .venv .venv-torch-* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
-	rm -f src/loosestep/native/*.so
+	rm -f src/loosestep/comm/native/*.so
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # torch first and pinned to one of the versions that the suite runs on; where a CPU build of it is to be had, this
@@ -78,5 +82,5 @@ $(READY): pyproject.toml setup.py $(NATIVE)
 	test -d .venv || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet -e '.[dev]'
-	$(BIN)/python -c 'from loosestep import native; native.loops()' # says so if there are no C loops
+	$(BIN)/python -c 'from loosestep.comm import native; native.loops()' # says so if there are no C loops
 	touch $@

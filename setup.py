@@ -22,7 +22,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-NATIVE = Path("src/loosestep/native")
+NATIVE = Path("src/loosestep/comm/native")
 HEADER = NATIVE / "interface.h"
 SOURCES = sorted(str(path) for path in NATIVE.glob("*.c"))
 # -ffp-contract=off: nothing that would let the compiler round differently from torch.
@@ -107,7 +107,9 @@ def find_compiler() -> list[str] | None:
 
 setup(
     ext_modules=[
-        Extension("loosestep.native.libloosestep", SOURCES, depends=[str(HEADER)], optional=True)
+        Extension(
+            "loosestep.comm.native.libloosestep", SOURCES, depends=[str(HEADER)], optional=True
+        )
     ],
     cmdclass={"build_ext": Loops, "bdist_wheel": Wheel},
 )

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.report import Row
-from loosestep.wire.codec_table import CODECS, codec
+from loosestep.comm.codecs.all_codecs import CODECS, codec
 
 NUMEL = 1 << 18  # elements at a time: half a window
 REPEATS = 8  # of them in one measurement

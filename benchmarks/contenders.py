@@ -12,9 +12,11 @@ import torch.distributed.algorithms.model_averaging.utils as in_tree
 
 import loosestep
 from benchmarks.report import Row
-from loosestep.groups import own_group, private_twin, world_group
-from loosestep.peers import peers_of
-from loosestep.wire import links
+from loosestep.comm.group import Group, world_group
+from loosestep.comm.peers import peers_of
+from loosestep.comm.transport import links
+from loosestep.reducers import Resident
+from loosestep.sync.averager import Averager
 
 Contender = Callable[[], object]
 
@@ -59,16 +61,15 @@ def contenders(shapes: list[tuple[int, ...]]) -> dict[str, Contender]:
 def resident(parameters: list[torch.nn.Parameter]) -> Contender:
     """Return the average of parameters that live in shared memory."""
     named = [(f"parameter {index}", parameter) for index, parameter in enumerate(parameters)]
-    group = own_group(tuple(range(dist.get_world_size())))
-    averager = loosestep.Averager(peers_of(group), reducer=loosestep.Resident())
+    group = Group.make(tuple(range(dist.get_world_size())))
+    averager = Averager(peers_of(group), reducer=Resident())
     return lambda: averager.average(named)
 
 
 def private_twin_by_network() -> dist.ProcessGroup:
     """Return a group on which slices go through sockets, as they would between hosts."""
     group = dist.new_group(list(range(dist.get_world_size())))
-    links.use_network(group)
-    private_twin(world_group())
+    links.use_network(Group.of(group))
     assert isinstance(group, dist.ProcessGroup)
     return group
 

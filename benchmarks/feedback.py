@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from benchmarks.report import Row
-from loosestep import ErrorFeedback, Int2, Mean, Reducer, attach, post_local_sgd
+from loosestep import attach, post_local_sgd
+from loosestep.reducers import ErrorFeedback, Int2, Mean, Reducer
 from loosestep.testing import run_ranks
 
 WORKERS, STEPS, PERIOD, SEEDS = 4, 600, 10, (0, 1, 2)

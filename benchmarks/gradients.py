@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.report import Row
 from benchmarks.training import Contender, loss_at, train
 from benchmarks.training_losses import RATE, STEPS, WHOLE
-from loosestep.lab import missing
+from loosestep.lab.emulation import missing
 
 MOST_SEEDS = 5
 SMALL = replace(WHOLE, width=128, depth=4, heads=4)

@@ -20,8 +20,9 @@ import torch.distributed.algorithms.model_averaging.utils as in_tree
 
 from benchmarks.contenders import alternate, rows
 from benchmarks.report import Row
-from loosestep import Cast, Int4, Int8, Mean, PeriodicModelAverager, Reducer, TwoLevel
-from loosestep.groups import world_group
+from loosestep import PeriodicModelAverager
+from loosestep.comm.group import world_group
+from loosestep.reducers import Cast, Int4, Int8, Mean, Reducer, TwoLevel
 from tests.support.netns import TwoHosts, missing
 
 RATES = ("200mbit", "50mbit")

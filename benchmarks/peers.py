@@ -16,7 +16,7 @@ import torch.distributed.algorithms.model_averaging.utils as in_tree
 import loosestep
 from benchmarks.contenders import Contender, alternate, parameters, rows, transformer_shapes
 from benchmarks.report import Row
-from loosestep.groups import world_group
+from loosestep.comm.group import world_group
 from loosestep.testing import run_ranks
 
 

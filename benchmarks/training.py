@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.report import Row
-from loosestep.lab import EmulatedHosts, Link, missing
-from loosestep.report import write_report
-from loosestep.report.facts import Facts, facts_of
-from loosestep.runs import read_run
-from loosestep.trainer.launch import run_here
-from loosestep.trainer.orders import Orders
-from loosestep.trainer.settings import Settings
+from loosestep.lab.emulation import EmulatedHosts, Link, missing
+from loosestep.lab.report import write_report
+from loosestep.lab.report.facts import Facts, facts_of
+from loosestep.lab.runs import read_run
+from loosestep.lab.trainer.launch import run_here
+from loosestep.lab.trainer.orders import Orders
+from loosestep.lab.trainer.settings import Settings
 
 RATE, HOSTS, EACH = "100mbit", 2, 2
 STEPS = 30  # of DDP, after which losses are compared

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks.report import Row
 from benchmarks.training import CONTENDERS, SETTINGS, loss_at, losses, train
-from loosestep.lab import missing
-from loosestep.report.facts import Facts
+from loosestep.lab.emulation import missing
+from loosestep.lab.report.facts import Facts
 
 STEPS = 300
 SEEDS = {  # one says little

@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.report import Row
 from benchmarks.training import CONTENDERS, SETTINGS, STEPS, loss_at, losses, train
 from benchmarks.training_losses import CONTEXT, RATE
-from loosestep.lab import missing
+from loosestep.lab.emulation import missing
 
 SEEDS_A_ROUND = 2
 NAMES = ("DDP", "loosestep, period 4")

@@ -1,6 +1,7 @@
 """Fixtures for all tests, and in CI the rule that nothing is skipped unseen."""
 
 import gc
+import multiprocessing.forkserver
 import os
 import re
 from collections.abc import Iterator
@@ -12,13 +13,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 
-from loosestep.testing import RankPool
+from loosestep.testing import RankPool, forking
 from tests.support.result_file import ResultFile
 
 ALLOWED_SKIPS = [r"no GPU"]
+DEAR = {"lab", "project"}  # commands and processes of their own
+
+# What test modules import and takes long, so that no rank has to: they are forked with it.
+PRELOAD = """
+    hypothesis hypothesis.strategies numpy pytest
+    torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.optim
+    torch.distributed.tensor.parallel
+    loosestep.testing.worker loosestep.lab.trainer.start
+""".split()
 
 # No deadline for one example: other processes may take the processor meanwhile.
-hypothesis.settings.register_profile("brief", deadline=None, max_examples=150)
+hypothesis.settings.register_profile("brief", deadline=None, max_examples=30)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=4000)
 hypothesis.settings.load_profile("brief")
 
@@ -35,6 +45,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ResultFile(path))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def fork_server(request: pytest.FixtureRequest) -> None:
+    """Start what forks all ranks: the first to ask for a process decides what it has loaded."""
+    if any("pool" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        forking.context(PRELOAD)
+        multiprocessing.forkserver.ensure_running()
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Four ranks that all tests share; they start when first used."""
@@ -44,7 +62,11 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests together that share what a module makes; side by side they would make it again."""
+    """Keep tests together that share what a module makes; side by side they would make it again.
+
+    Folders with tests that take long come first, so that no worker ends with one of them alone.
+    """
+    items.sort(key=lambda item: item.path.parent.name not in DEAR)
     for item in items:
         if isinstance(item, pytest.Function) and _shares_with_its_module(item):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))

@@ -1,6 +1,7 @@
 """Compare short trainings with what they gave before, or record them anew.
 
     python -m tests.recorded            # compare; exit code 1 and a line for each that differs
+    python -m tests.recorded "ddp, 2"   # compare these only
     python -m tests.recorded --record   # write tests/recorded.json
 
 A change that is not meant to touch the maths leaves every hash as it is. One that is records them
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from loosestep.testing import RankPool
@@ -24,10 +26,10 @@ FILE = Path(__file__).with_suffix(".json")
 SAME_EVERYWHERE = {"ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1"}
 
 
-def train_all() -> dict[str, str]:
+def train_all(names: Iterable[str]) -> dict[str, str]:
     """Return the hashes of every case: of parameters and of buffers, of ranks that differ."""
     with RankPool(4) as pool:
-        found = {name: pool.run(case.ranks, result_of, name) for name, case in CASES.items()}
+        found = {name: pool.run(CASES[name].ranks, result_of, name) for name in names}
     return {name: " ".join(dict.fromkeys(by_rank)) for name, by_rank in found.items()}
 
 
@@ -44,15 +46,24 @@ def differences(found: dict[str, str], recorded: dict[str, str]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", action="store_true", help="write the file anew")
-    record = parser.parse_args().record
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of a training; all of them")
+    given = parser.parse_args()
+    names, recorded = given.names or [*CASES], json.loads(FILE.read_text())
+    if given.record and given.names:
+        parser.error("the file is written as a whole: record all trainings, or compare some")
+    if strange := sorted({*names} - {*CASES}):
+        parser.error(f"there is no training {strange[0]!r}; there are {', '.join(CASES)}")
     if any(os.environ.get(name) != value for name, value in SAME_EVERYWHERE.items()):
         # Read when torch is loaded, which it is by now.
         again = [sys.executable, "-m", "tests.recorded", *sys.argv[1:]]
         os.execve(sys.executable, again, os.environ | SAME_EVERYWHERE)
-    found = train_all()
-    if record:
+    found = train_all(names)
+    if given.record:
         FILE.write_text(json.dumps(found, indent=1) + "\n")
-    told = differences(found, json.loads(FILE.read_text()))
+        recorded = found
+    if given.names:
+        recorded = {name: recorded[name] for name in names if name in recorded}
+    told = differences(found, recorded)
     print(*told, f"{len(found)} trainings, {len(told)} differ", sep="\n")
     return 1 if told else 0
 

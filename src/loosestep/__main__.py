@@ -1,6 +1,6 @@
 """``python -m loosestep``: the command line."""
 
-from loosestep.cli import main
+from loosestep.lab.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -74,13 +74,16 @@ def test_buffers_are_averaged(pool: RankPool, name: str):
         assert [count for _, _, _, count in seen] == [10, 10]
 
 
-def count_warnings(name: str) -> list[str]:
+def count_warnings(name: str, norm: torch.nn.Module | None) -> list[str]:
     forget_warnings()
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), norm or torch.nn.Identity())
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # torch averages no others
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             averager = library(name).PeriodicModelAverager(period=4)
-            averager.average_parameters([scalar()])
+            averager.average_parameters(net.parameters())
     return [str(w.message) for w in caught if issubclass(w.category, LoosestepWarning)]
 
 
@@ -88,9 +91,23 @@ def count_warnings(name: str) -> list[str]:
 def test_an_averager_that_sees_no_buffers_says_so_once(pool: RankPool, name: str):
     """Without module= buffers stay out of it, and the averager says that, once."""
     with torch_fails(name, "assert"):
-        for said in pool.run(2, count_warnings, name):
+        for said in pool.run(2, count_warnings, name, torch.nn.BatchNorm1d(2)):
             assert len(said) == 1
             assert "module=model" in said[0]
+
+
+def test_buffers_may_be_in_a_part_without_parameters(pool: RankPool):
+    """What is averaged is looked for in whole models."""
+    norm = torch.nn.BatchNorm1d(2, affine=False)
+    assert [len(said) for said in pool.run(2, count_warnings, "loosestep", norm)] == [1, 1]
+
+
+@pytest.mark.parametrize("norm", [None, torch.nn.LayerNorm(2)])
+def test_nothing_is_said_of_buffers_that_a_model_does_not_have(
+    pool: RankPool, norm: torch.nn.Module | None
+):
+    """A model of parameters only needs no module=."""
+    assert pool.run(2, count_warnings, "loosestep", norm) == [[], []]
 
 
 def watch_steps(name: str, kind: str, period: int, warmup_steps: int) -> list[tuple[int, float]]:

@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from loosestep import LoosestepWarning, PostLocalSGDState, attach, every
+from loosestep import LoosestepWarning, PostLocalSGDState, attach
 from loosestep.errors import forget_warnings
-from loosestep.strategy import Strategy
+from loosestep.schedules import every
+from loosestep.strategy.strategy import Strategy
 from loosestep.testing import RankPool
 from tests.support.defects import Loop, all_three, attempt, both, library, torch_fails
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from loosestep.hooks import zero as our_hooks
-from loosestep.optim.zero import ZeroRedundancyOptimizer
+from loosestep.sharding import hooks as our_hooks
+from loosestep.sharding.optimizer import ZeroRedundancyOptimizer
 from loosestep.testing import RankPool
 from tests.support.defects import attempt, both, torch_fails
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -14,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loosestep.cli import main
-from loosestep.runs import log_file, read_run
+import torch.distributed as dist
+
+from loosestep.lab.cli import main
+from loosestep.lab.runs import log_file, read_run
 
 TINY = (
     *("--width", "32", "--heads", "2", "--depth", "1", "--context", "32"),
@@ -47,6 +50,29 @@ def call(*arguments: str | Path) -> Done:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([str(argument) for argument in arguments])
     return Done(code, out.getvalue(), err.getvalue())
+
+
+def call_as_worker(port: int, *arguments: str | Path) -> Done:
+    """Run a command as a worker that torchrun has started; for the ranks of a pool."""
+    be_worker(port)
+    return call(*arguments)
+
+
+def be_worker(port: int) -> None:
+    """Turn a rank of a pool into what torchrun starts: told who it is, and in no group yet."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # who leaves at once would hang up on those that still connect
+    dist.destroy_process_group()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    os.environ.update(LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def free_port() -> int:
+    """Return a port that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def command(*arguments: str | Path, timeout: float = 90, **options: Any) -> Done:

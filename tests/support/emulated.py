@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from loosestep.lab import EmulatedHosts
+from loosestep.lab.emulation import EmulatedHosts
 from tests.support.netns import Rank, call_of
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from loosestep import (
+from loosestep import Strategy, Topology, attach
+from loosestep.reducers import (
     ErrorFeedback,
     Int4,
     Int8,
@@ -17,15 +18,10 @@ from loosestep import (
     Reducer,
     Resident,
     Scaled,
-    Strategy,
     Ternary,
-    Topology,
     TwoLevel,
-    after,
-    always,
-    attach,
-    every,
 )
+from loosestep.schedules import after, always, every
 from tests.support.oracle import loss_of, make_net, sgd, snapshot
 
 STEPS = 9
@@ -61,7 +57,6 @@ def train(
     saved: Any = None
     bounds = [(0, STEPS)] if stop is None else [(0, stop), (stop, STEPS)]
     for first, last in bounds:
-        REDUCERS[reducer].load_state_dict({})
         net: torch.nn.Module = make_net()
         net = DistributedDataParallel(net) if kind == "ddp" else net
         optimizer = sgd(net)

@@ -13,7 +13,7 @@ from loosestep import (
     Strategy,
     Topology,
 )
-from loosestep.torch_versions import broadcast_buffers
+from loosestep.comm.torch_versions import broadcast_buffers
 
 Batches = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]  # (rank, step) -> inputs, labels
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]

@@ -1,4 +1,4 @@
-"""Made-up runs for the report: folders as ``loosestep.runs`` describes them, of known numbers."""
+"""Made-up runs for the report: folders as ``lab.runs`` describes them, of known numbers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loosestep.report.differences import differences
-from loosestep.report.facts import Facts, facts_of
-from loosestep.report.verdict import Verdict, verdict
-from loosestep.runs import RunInfo, log_file, read_run
+from loosestep.lab.report.differences import differences
+from loosestep.lab.report.facts import Facts, facts_of
+from loosestep.lab.report.verdict import Verdict, verdict
+from loosestep.lab.runs import RunInfo, log_file, read_run
 
 WORKERS = 4
 Record = dict[str, Any]

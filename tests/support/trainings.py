@@ -19,6 +19,21 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import loosestep as ls
+from loosestep import schedules
+from loosestep.reducers import (
+    Cast,
+    ErrorFeedback,
+    Int2,
+    Int4,
+    Int8,
+    Mean,
+    ReplicaFeedback,
+    Resident,
+    Scaled,
+    Ternary,
+    TopK,
+    TwoLevel,
+)
 
 STEPS = 8
 SHAPES = {"matrix": (37, 29), "vector": (101,), "scalar": (), "cube": (5, 7, 3), "large": (3000,)}
@@ -132,14 +147,14 @@ def gradients_by(reducer: Callable[[], Any]) -> Callable[[], torch.nn.Module]:
 
 def state_averaged(levels: ls.Topology) -> ls.Strategy:
     return ls.Strategy(
-        schedule=ls.every(3), topology=levels, optimizer_state="average", buffers="broadcast"
+        schedule=schedules.every(3), topology=levels, optimizer_state="average", buffers="broadcast"
     )
 
 
 def gradient_hook() -> torch.nn.Module:
     model = Elements()
     wrapped = DistributedDataParallel(model)
-    hook = ls.gradient_hook(ls.ErrorFeedback(ls.Int8()))
+    hook = ls.gradient_hook(ErrorFeedback(Int8()))
     wrapped.register_comm_hook(*hook)
     step_through(wrapped, sgd(model))
     return model
@@ -224,18 +239,22 @@ def free_function() -> torch.nn.Module:
 CASES: dict[str, Case] = {
     # Recipes
     "ddp, 2": Case(2, attached(lambda levels: ls.ddp(topology=levels))),
-    "ddp, 3": Case(3, gradients_by(ls.Mean)),
+    "ddp, 3": Case(3, gradients_by(Mean)),
     "post_local_sgd, 4": Case(
         4,
         attached(
             lambda levels: ls.post_local_sgd(
-                3, warmup_steps=2, gradients="pair", topology=levels, gradient_reducer=ls.Mean()
+                3,
+                warmup_steps=2,
+                gradients="pair",
+                topology=levels,
+                gradient_reducer=Mean(),
             )
         ),
     ),
-    "local sgd, 2": Case(2, averaged_by(ls.TwoLevel)),
-    "local sgd, 3": Case(3, averaged_by(ls.TwoLevel)),
-    "local sgd, 3, sockets": Case(3, averaged_by(ls.TwoLevel), "sockets"),
+    "local sgd, 2": Case(2, averaged_by(TwoLevel)),
+    "local sgd, 3": Case(3, averaged_by(TwoLevel)),
+    "local sgd, 3, sockets": Case(3, averaged_by(TwoLevel), "sockets"),
     "hierarchical_sgd, 4": Case(
         4, attached(lambda levels: ls.hierarchical_sgd({"pair": 2, "world": 4}, topology=levels))
     ),
@@ -246,8 +265,8 @@ CASES: dict[str, Case] = {
     ),
     "optimizer state and buffers, 2": Case(2, attached(state_averaged)),
     # Overlap
-    "overlap, 2": Case(2, averaged_by(ls.Mean, overlap_steps=2)),
-    "overlap by int4, 4, sockets": Case(4, averaged_by(ls.Int4, overlap_steps=1), "sockets"),
+    "overlap, 2": Case(2, averaged_by(Mean, overlap_steps=2)),
+    "overlap by int4, 4, sockets": Case(4, averaged_by(Int4, overlap_steps=1), "sockets"),
     "hierarchical overlap, 4": Case(
         4,
         attached(
@@ -257,34 +276,33 @@ CASES: dict[str, Case] = {
         ),
     ),
     # Reducers of parameters
-    "mean, 4": Case(4, averaged_by(ls.Mean)),
-    "resident, 4": Case(4, averaged_by(ls.Resident)),
-    "cast, 2": Case(2, averaged_by(lambda: ls.Cast(torch.bfloat16))),
-    "int8, 3": Case(3, averaged_by(ls.Int8)),
-    "int4, 2": Case(2, averaged_by(ls.Int4)),
-    "int4, 4, sockets": Case(4, averaged_by(ls.Int4), "sockets"),
-    "int4, stochastic, 3": Case(3, averaged_by(lambda: ls.Int4(rounding="stochastic"))),
-    "int2, 3": Case(3, averaged_by(ls.Int2)),
-    "ternary, 2": Case(2, averaged_by(ls.Ternary)),
-    "topk, 3": Case(3, averaged_by(lambda: ls.TopK(0.1))),
-    "int4 with feedback, 4": Case(4, averaged_by(lambda: ls.ErrorFeedback(ls.Int4()))),
-    "topk with feedback, 2": Case(2, averaged_by(lambda: ls.ErrorFeedback(ls.TopK(0.1)))),
-    "int2 with replica feedback, 2": Case(2, averaged_by(lambda: ls.ReplicaFeedback(ls.Int2()))),
-    "two levels, int4, 4": Case(4, averaged_by(lambda: ls.TwoLevel(ls.Int4(), ranks_per_host=2))),
+    "mean, 4": Case(4, averaged_by(Mean)),
+    "resident, 4": Case(4, averaged_by(Resident)),
+    "cast, 2": Case(2, averaged_by(lambda: Cast(torch.bfloat16))),
+    "int8, 3": Case(3, averaged_by(Int8)),
+    "int4, 2": Case(2, averaged_by(Int4)),
+    "int4, 4, sockets": Case(4, averaged_by(Int4), "sockets"),
+    "int4, stochastic, 3": Case(3, averaged_by(lambda: Int4(rounding="stochastic"))),
+    "int2, 3": Case(3, averaged_by(Int2)),
+    "ternary, 2": Case(2, averaged_by(Ternary)),
+    "topk, 3": Case(3, averaged_by(lambda: TopK(0.1))),
+    "int4 with feedback, 4": Case(4, averaged_by(lambda: ErrorFeedback(Int4()))),
+    "topk with feedback, 2": Case(2, averaged_by(lambda: ErrorFeedback(TopK(0.1)))),
+    "int2 with replica feedback, 2": Case(2, averaged_by(lambda: ReplicaFeedback(Int2()))),
+    "two levels, int4, 4": Case(4, averaged_by(lambda: TwoLevel(Int4(), ranks_per_host=2))),
     "two levels, int4, 4, sockets": Case(
-        4, averaged_by(lambda: ls.TwoLevel(ls.Int4(), ranks_per_host=2)), "sockets"
+        4, averaged_by(lambda: TwoLevel(Int4(), ranks_per_host=2)), "sockets"
     ),
     # Reducers of gradients
-    "gradients by int8, 2": Case(2, gradients_by(lambda: ls.ErrorFeedback(ls.Int8()))),
-    "gradients resident, 2": Case(2, gradients_by(ls.Resident)),
+    "gradients by int8, 2": Case(2, gradients_by(lambda: ErrorFeedback(Int8()))),
+    "gradients resident, 2": Case(2, gradients_by(Resident)),
     "gradients in units, 4": Case(
-        4, gradients_by(lambda: ls.TwoLevel(ls.Scaled(ls.Ternary()), ranks_per_host=2))
+        4,
+        gradients_by(lambda: TwoLevel(Scaled(Ternary()), ranks_per_host=2)),
     ),
     "gradients resident, in units, 4": Case(
         4,
-        gradients_by(
-            lambda: ls.TwoLevel(ls.Scaled(ls.Ternary()), ranks_per_host=2, inside=ls.Resident())
-        ),
+        gradients_by(lambda: TwoLevel(Scaled(Ternary()), ranks_per_host=2, inside=Resident())),
     ),
     "gradient_hook, 2": Case(2, gradient_hook),
     # Sharded optimizers

@@ -13,9 +13,9 @@ from torch import optim
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from loosestep.hooks.zero import hook_with_zero_step, hook_with_zero_step_interleaved
-from loosestep.optim.zero import ZeroRedundancyOptimizer
-from loosestep.optim.zero_options import ZeroOptions
+from loosestep.sharding.hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from loosestep.sharding.optimizer import ZeroRedundancyOptimizer
+from loosestep.sharding.options import ZeroOptions
 from tests.support.zero_models import BUCKET_MB, MODELS
 
 HOOKS: dict[str, Callable[..., Any]] = {
@@ -169,6 +169,7 @@ def hook_of(name: str, group: Any) -> tuple[Any, Callable[..., Any]]:
     functions = {
         "allreduce": default_hooks.allreduce_hook,
         "fp16": default_hooks.fp16_compress_hook,
+        "fp16 wrapper": default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
         "bf16": narrow,
         "own": halve,
     }

@@ -35,6 +35,7 @@ def test_torch_passes(pool: RankPool, name: str):
     assert pool.run(4, run_upstream_test, name, "torch") == [name] * 4
 
 
+@pytest.mark.long
 def test_torch_fails_where_it_wants_a_gpu(pool: RankPool):
     with pytest.raises(RanksFailed, match="new_subgroups"):
         pool.run(4, run_upstream_test, FAILS_IN_TORCH, "torch")

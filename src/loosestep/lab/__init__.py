@@ -1,6 +1,1 @@
-"""Several hosts on one machine, joined by links of a given rate, to try strategies on."""
-
-from loosestep.lab.hosts import CannotEmulate, EmulatedHosts, Entry, missing
-from loosestep.lab.link import Link
-
-__all__ = ["CannotEmulate", "EmulatedHosts", "Entry", "Link", "missing"]
+"""The workbench: commands, trainer, reports, doctor, emulated hosts. Nothing else imports it."""

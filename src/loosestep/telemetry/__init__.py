@@ -2,5 +2,6 @@
 
 from loosestep.telemetry.record import LevelTotals, SyncRecord, Telemetry
 from loosestep.telemetry.sinks import JsonLines, Sink, TensorBoard
+from loosestep.telemetry.traffic import Traffic
 
-__all__ = ["JsonLines", "LevelTotals", "Sink", "SyncRecord", "Telemetry", "TensorBoard"]
+__all__ = ["JsonLines", "LevelTotals", "Sink", "SyncRecord", "Telemetry", "TensorBoard", "Traffic"]

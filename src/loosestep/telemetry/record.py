@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from loosestep.telemetry.sinks import Sink
-from loosestep.wire import Traffic
+from loosestep.telemetry.traffic import Traffic
 
 
 @dataclass(frozen=True)

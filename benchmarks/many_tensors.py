@@ -1,0 +1,62 @@
+"""Averages of many small tensors, where every tensor's own cost counts for more than its bytes.
+
+The averager binds tensors at the first sync and looks at each of them at every later one; its
+first sync is a row of its own.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from functools import partial
+
+import torch.distributed as dist
+import torch.distributed.algorithms.model_averaging.utils as in_tree
+
+from benchmarks.contenders import Contender, alternate, parameters, rows
+from benchmarks.report import Row
+from loosestep import PeriodicModelAverager
+from loosestep.comm.group import world_group
+from loosestep.testing import run_ranks
+
+# How many tensors, and how many numbers each has.
+SHAPES = [
+    (10, 10_000),
+    (100, 1_000),
+    (100, 10_000),
+    (100, 100_000),
+    (1_000, 1_000),
+    (5_000, 200),
+    (20_000, 10),
+    (20_000, 100),
+]
+
+
+def run(rounds: int) -> list[Row]:
+    result: list[Row] = []
+    for world_size in (2, 4):
+        for count, size in SHAPES:
+            seconds, first = run_ranks(
+                world_size, measure, rounds, count, size, timeout=600, group_timeout=120
+            )[0]
+            condition = f"{world_size} ranks, {count:,} x {size:,}"
+            result += rows(condition, seconds, ["in-tree"])
+            result.append(Row(condition, "loosestep, first sync", first, (first, first), {}))
+    return result
+
+
+def measure(rounds: int, count: int, size: int) -> tuple[dict[str, list[float]], float]:
+    """Return seconds of later syncs by contender, and milliseconds of our first one."""
+    warnings.simplefilter("ignore")
+    # Apart: in-tree code gives parameters new memory at every average.
+    theirs, ours = (parameters([(size,)] * count) for _ in range(2))
+    averager = PeriodicModelAverager(1)
+    contenders: dict[str, Contender] = {
+        "in-tree": lambda: in_tree.average_parameters(iter(theirs), world_group()),
+        "loosestep": partial(averager.average_parameters, ours),
+    }
+    dist.barrier()
+    began = time.perf_counter()
+    contenders["loosestep"]()
+    first = 1e3 * (time.perf_counter() - began)
+    return alternate(contenders, rounds), first

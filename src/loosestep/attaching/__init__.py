@@ -1,0 +1,1 @@
+"""One line that makes a training loop share what a strategy says."""

@@ -1,0 +1,122 @@
+"""What can be attached: a model, an optimizer, a strategy and a scaler that fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from loosestep.comm.reducers import check_hosts_fit
+from loosestep.comm.reducers.reducer import compresses
+from loosestep.errors import NotAttachable
+from loosestep.strategy.schedules import chains_of
+from loosestep.strategy.strategy import Strategy
+from loosestep.strategy.topology import Topology
+
+
+class Attachment(Protocol):
+    """What another attachment must say of itself."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """What it trains."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """By what."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """And how."""
+
+
+def choose_scaler(
+    given: torch.amp.GradScaler | None, wrapped: torch.amp.GradScaler | None
+) -> torch.amp.GradScaler | None:
+    """Return the scaler that steps an optimizer: the one that was given, or its wrapper's."""
+    if given is not None and wrapped is not None and given is not wrapped:
+        raise NotAttachable(
+            "the optimizer's wrapper steps it with another GradScaler than attach was given; leave "
+            "scaler away, and the wrapper's is used"
+        )
+    return wrapped if given is None else given
+
+
+def check_fits(
+    model: object,
+    optimizer: torch.optim.Optimizer,
+    strategy: object,
+    attached: Iterable[Attachment],
+) -> None:
+    """Raise where these do not belong together, or not beside what is attached already."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(strategy, Strategy):
+        raise TypeError(
+            f"strategy must be one such as post_local_sgd(period=8), got {type(strategy).__name__}"
+        )
+    if any(run.optimizer is optimizer for run in attached):
+        raise NotAttachable("this optimizer is attached already; detach() it first")
+    _check_rooms(model, strategy, attached)
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if trained and not any(id(p) in stepped for p in trained):
+        raise NotAttachable(
+            f"{type(optimizer).__name__} has none of the parameters of this "
+            f"{type(model).__name__}, so its steps say nothing about them; make it from "
+            "model.parameters()"
+        )
+
+
+def _check_rooms(
+    model: torch.nn.Module, strategy: Strategy, attached: Iterable[Attachment]
+) -> None:
+    """Raise where gradients that neighbours write to in backward belong to two attachments."""
+    parameters = set(model.parameters())
+    for run in attached:
+        reducers = [run.strategy.gradient_reducer, strategy.gradient_reducer]
+        resident = next((r for r in reducers if r is not None and r.resident), None)
+        if resident is not None and parameters & set(run.model.parameters()):
+            raise NotAttachable(
+                f"parameters of this {type(model).__name__} are attached already, with another "
+                f"optimizer, and {resident} keeps their gradients in memory that neighbours write "
+                "to while the other attachment reads it; give one optimizer all parameters, or "
+                "share gradients by Mean() in both attachments"
+            )
+
+
+def check_scaler(scaler: torch.amp.GradScaler | None, strategy: Strategy) -> None:
+    """Raise where a scaler would never see the infinities that it looks for."""
+    reducer = strategy.gradient_reducer
+    if scaler is None or not scaler.is_enabled():
+        return
+    if compresses(reducer):
+        raise NotAttachable(
+            f"a GradScaler lowers its scale when it finds infinite gradients, but {reducer} "
+            "does not let any through; use gradient_reducer=Cast(torch.bfloat16) or none, or no "
+            "scaler"
+        )
+
+
+def check_levels(strategy: Strategy, topology: Topology) -> None:
+    """Raise where a schedule names levels that a topology does not have, or in another order."""
+    schedule, known = strategy.schedule, list(topology.levels)
+    for level in sorted(schedule.gradient_levels() | schedule.parameter_levels()):
+        if level not in known:
+            raise ValueError(
+                f"the schedule names the level {level!r}, which the topology does not have; "
+                f"it has {known}"
+            )
+    for reducer, levels in (
+        (strategy.gradient_reducer, schedule.gradient_levels()),
+        (strategy.reducer, schedule.parameter_levels()),
+    ):
+        for level in levels:
+            check_hosts_fit(reducer, level, topology.levels[level])
+    for chain in chains_of(schedule):
+        if list(chain) != sorted(chain, key=known.index):
+            raise ValueError(
+                f"a schedule must name its levels from narrow to wide: it has {list(chain)}, the "
+                f"topology {known}; give them as {sorted(chain, key=known.index)}"
+            )

@@ -1,0 +1,1 @@
+"""Ranks and bytes between them; knows no models."""

@@ -1,0 +1,192 @@
+"""Codecs in plain torch: what codecs.c computes, to the bit, on any device.
+
+Everything here can be traced by ``torch.compile``, which makes one kernel of it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from loosestep.comm.codecs.rounding import uniform
+
+INNER, BORDER, OUTER = 0.4528, 0.9816, 1.510  # Lloyd and Max's levels for a Gaussian
+SIGN_BORDER, SIGN_OUTER = 0.612, 1.224  # the same with three levels
+TRITS = 5  # digits to base 3 in a byte
+LARGEST = torch.finfo(torch.float32).max
+SMALLEST_SCALE = 2.0**-126  # a smaller one might be flushed to zero, and divide by it
+# One float below LARGEST / most, so that ``most`` times the scale is finite.
+LARGEST_SCALE = {7: float.fromhex("0x1.249246p+125"), 127: float.fromhex("0x1.020406p+121")}
+
+
+def all_finite(values: torch.Tensor) -> torch.Tensor:
+    """Say whether there is neither an infinity nor a NaN, as a tensor of one."""
+    return values.isfinite().all()
+
+
+def encode_blocks(
+    values: torch.Tensor, block: int, bits: float, key: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one float32 for every block, and the rows of bytes."""
+    chance = None if key is None else uniform(values.numel(), key)
+    whole = values.numel() // block * block
+    scales, rows = [], []
+    for start, stop, width in ((0, whole, block), (whole, values.numel(), values.numel() - whole)):
+        if start < stop:
+            lot = values[start:stop].view(-1, width)
+            luck = None if chance is None else chance[start:stop].view(-1, width)
+            scale, codes = _coded(lot, bits, luck)
+            scales.append(scale.flatten())
+            rows.append(_pack(codes, bits).flatten())
+    return torch.cat(scales), torch.cat(rows)
+
+
+def decode_blocks(
+    scales: torch.Tensor, rows: torch.Tensor, numel: int, block: int, bits: float
+) -> torch.Tensor:
+    """Return the values."""
+    whole, rest = divmod(numel, block)
+    edge = whole * row_bytes(block, bits)
+    parts = []
+    if whole:
+        parts.append(_values(scales[:whole, None], rows[:edge].view(whole, -1), block, bits))
+    if rest:
+        parts.append(_values(scales[whole:, None], rows[edge:].view(1, -1), rest, bits))
+    return torch.cat(parts)
+
+
+def codes_per_byte(bits: float) -> int:
+    """Return how many codes share a byte.
+
+    >>> [codes_per_byte(bits) for bits in (8, 4, 2, 1.6)]
+    [1, 2, 4, 5]
+    """
+    return int(8 / bits)
+
+
+def row_bytes(count: int, bits: float) -> int:
+    """Return how many bytes the codes of ``count`` values take."""
+    return -(-count // codes_per_byte(bits))
+
+
+def to_units(values: torch.Tensor, squares: torch.Tensor, least: float) -> torch.Tensor:
+    """Return values in units of their own: the roots of mean squares, but at least ``least``."""
+    return values / _units(squares, least)
+
+
+def from_units(
+    values: torch.Tensor, squares: torch.Tensor, least: float, keep: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values as they are, and new mean squares; of the old ones ``keep`` stays."""
+    share = torch.tensor(keep, dtype=torch.float32, device=values.device)  # rounded, as in C
+    plain = (values * _units(squares, least)).clamp(-LARGEST, LARGEST)
+    return plain, (squares * share + plain.square() * (1.0 - share)).clamp(max=LARGEST)
+
+
+def _units(squares: torch.Tensor, least: float) -> torch.Tensor:
+    # By way of float64: torch's own root of float32 is not always the nearest one.
+    return squares.to(torch.float64).sqrt().to(torch.float32).clamp_min(least)
+
+
+def _coded(
+    lot: torch.Tensor, bits: float, luck: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if codes_per_byte(bits) == TRITS:
+        return _signs(lot, luck)
+    return _levels(lot, luck) if bits == 2 else _steps(lot, int(bits), luck)
+
+
+def _steps(
+    lot: torch.Tensor, bits: int, luck: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    most = (1 << (bits - 1)) - 1
+    scale = lot.abs().amax(1, keepdim=True) / float(most)
+    scale = scale.clamp(min=SMALLEST_SCALE, max=LARGEST_SCALE[most])
+    ratio = lot / scale
+    whole = ratio.round() if luck is None else (ratio + luck).floor()
+    return scale, (whole.clamp(-most, most) + float(most + 1)).to(torch.uint8)
+
+
+def _levels(lot: torch.Tensor, luck: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    rms = _rms(lot)
+    inner, outer, border = rms * INNER, (rms * OUTER).clamp(max=LARGEST), rms * BORDER
+    if luck is None:
+        below = 1 - (lot < -border).to(torch.uint8)
+        above = 2 + (lot > border).to(torch.uint8)
+        return rms, torch.where(lot < 0.0, below, above)
+    base = (lot >= -inner).to(torch.uint8) + (lot >= inner).to(torch.uint8)
+    low = torch.where(base == 0, -outer, torch.where(base == 1, -inner, inner))
+    width = torch.where(base == 1, inner * 2.0, outer - inner)
+    return rms, base + (luck * width < lot - low).to(torch.uint8)
+
+
+def _signs(lot: torch.Tensor, luck: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    rms = _rms(lot)
+    outer, border = (rms * SIGN_OUTER).clamp(max=LARGEST), rms * SIGN_BORDER
+    if luck is None:
+        return rms, 1 + (lot > border).to(torch.uint8) - (lot < -border).to(torch.uint8)
+    base = (lot >= 0.0).to(torch.uint8)
+    low = torch.where(base == 0, -outer, 0.0)
+    return rms, base + (luck * outer < lot - low).to(torch.uint8)
+
+
+def _rms(lot: torch.Tensor) -> torch.Tensor:
+    """Return root mean squares; squares are added in halves, as vectors in C add them."""
+    count = lot.shape[1]
+    width = 1 << max(0, math.ceil(math.log2(count)) if count > 1 else 0)
+    squares = torch.nn.functional.pad(lot.to(torch.float64).square(), (0, width - count))
+    while width > 1:
+        width //= 2
+        squares = squares[:, :width] + squares[:, width:]
+    return (squares / float(count)).sqrt().to(torch.float32)
+
+
+def _pack(codes: torch.Tensor, bits: float) -> torch.Tensor:
+    planes, count = codes_per_byte(bits), codes.shape[1]
+    width = row_bytes(count, bits)
+    zero = 1 if planes == TRITS else 1 << (int(bits) - 1)
+    cut = torch.nn.functional.pad(codes, (0, width * planes - count), value=zero)
+    cut = cut.view(-1, planes, width)
+    row = cut[:, 0]
+    for plane in range(1, planes):
+        row = row + cut[:, plane] * (3**plane if planes == TRITS else 1 << plane * int(bits))
+    return row
+
+
+def _digits(rows: torch.Tensor, bits: float) -> list[torch.Tensor]:
+    """Return the codes of every plane."""
+    planes = codes_per_byte(bits)
+    if planes == TRITS:
+        return [rows // 3**plane % 3 for plane in range(planes)]
+    return [(rows >> (plane * int(bits))) & ((1 << int(bits)) - 1) for plane in range(planes)]
+
+
+def _values(scale: torch.Tensor, rows: torch.Tensor, count: int, bits: float) -> torch.Tensor:
+    codes = torch.cat(_digits(rows, bits), dim=1)[:, :count]
+    if codes_per_byte(bits) == TRITS:
+        outer = (scale * SIGN_OUTER).clamp(max=LARGEST)
+        return torch.where(codes == 1, 0.0, torch.where(codes == 0, -outer, outer)).flatten()
+    if bits != 2:
+        return ((codes.to(torch.float32) - float(1 << (int(bits) - 1))) * scale).flatten()
+    inner, outer = scale * INNER, (scale * OUTER).clamp(max=LARGEST)
+    size = torch.where((codes == 1) | (codes == 2), inner, outer)
+    return torch.where(codes < 2, -size, size).flatten()
+
+
+def encode_topk(values: torch.Tensor, wanted: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return indices and values of the largest magnitudes, the first of equals, in order."""
+    magnitude = values.abs().view(torch.int32).to(torch.int64)
+    place = torch.arange(values.numel(), dtype=torch.int64, device=values.device)
+    # Of equal magnitudes the earlier place is the larger key, and no two keys are equal.
+    keys = (magnitude << 32) | (0x7FFFFFFF - place)
+    chosen = 0x7FFFFFFF - (keys.topk(wanted, sorted=False).values & 0x7FFFFFFF)
+    chosen = chosen.sort().values
+    return chosen.to(torch.int32), values[chosen]
+
+
+def add_topk(
+    indices: torch.Tensor, values: torch.Tensor, total: torch.Tensor, share: float
+) -> None:
+    """Add ``share`` times the values to their places."""
+    total.index_add_(0, indices, values * share)

@@ -1,0 +1,216 @@
+"""Many tensors as few flat buffers of bounded size: cut, group, pack, write back in place.
+
+The cut depends on shapes and dtypes only, never on strides or addresses, so that ranks agree on
+it even where one of them keeps a weight in channels_last or has re-pointed ``param.data``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+WINDOW_BYTES = 4 << 20  # larger: fewer messages; smaller: less memory, more overlap
+FEW_PIECES = 16  # a call for each costs less than a second pass over the window
+OWN_WINDOW_BYTES = 512 << 10  # a piece this large is worth a window without a copy
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one tensor, at most a window long, whose elements are consecutive."""
+
+    name: str
+    view: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Window:
+    """Pieces of one dtype and device that travel as one buffer."""
+
+    pieces: tuple[Piece, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """The number of elements in all pieces."""
+        return sum(self.sizes)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The number of elements of each piece."""
+        return [piece.view.numel() for piece in self.pieces]
+
+    @cached_property
+    def flats(self) -> list[torch.Tensor] | None:
+        """The pieces as flat views; None: one of them is not contiguous."""
+        if not all(piece.view.is_contiguous() for piece in self.pieces):
+            return None
+        return [piece.view.view(-1) for piece in self.pieces]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of every piece."""
+        return self.pieces[0].view.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of every piece."""
+        return self.pieces[0].view.device
+
+    @property
+    def name(self) -> str:
+        """The first tensor's name, with the number of the others."""
+        more = len(self.pieces) - 1
+        return self.pieces[0].name + (f" and {more} more" if more else "")
+
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether the tensor's own memory can serve as the buffer."""
+        return len(self.pieces) == 1 and self.pieces[0].view.is_contiguous()
+
+
+class Pool:
+    """Buffers that are allocated once and used again, so that their pages stay warm."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a flat buffer of ``numel`` elements with any content."""
+        room = _size_class(numel * dtype.itemsize)
+        try:  # not "if there is one": another thread may take it in between
+            memory = self._free[device, room].pop()
+        except (KeyError, IndexError):
+            memory = torch.empty(room, dtype=torch.uint8, device=device)
+        return memory.view(dtype)[:numel]
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Take back a buffer that nobody uses any more."""
+        empty = torch.empty(0, dtype=torch.uint8, device=buffer.device)
+        memory = empty.set_(buffer.untyped_storage())
+        self._free.setdefault((buffer.device, memory.numel()), []).append(memory)
+
+    def clear(self) -> None:
+        """Free all buffers."""
+        self._free.clear()
+
+
+# One for the process: however many averagers there are, few buffers are under way at once.
+STAGING = Pool()
+
+
+def _size_class(size: int) -> int:
+    return 1 << max(10, (size - 1).bit_length())
+
+
+def windows(
+    tensors: Sequence[tuple[str, torch.Tensor]],
+    window_bytes: int = WINDOW_BYTES,
+    own_window_bytes: int = OWN_WINDOW_BYTES,
+) -> list[Window]:
+    """Cut named tensors into windows of at most ``window_bytes`` (at least one element each).
+
+    Pieces of ``own_window_bytes`` get a window of their own, smaller ones share.
+
+    >>> cut = windows([("w", torch.zeros(3, 4)), ("b", torch.zeros(2))], window_bytes=32)
+    >>> [(window.name, window.numel) for window in cut]
+    [('w and 1 more', 6), ('w', 8)]
+    """
+    finished: list[Window] = []
+    open_pieces: dict[tuple[torch.dtype, torch.device], list[Piece]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    for piece in _pieces(tensors, window_bytes):
+        kind = (piece.view.dtype, piece.view.device)
+        size = piece.view.nbytes
+        if size >= min(own_window_bytes, window_bytes):
+            finished.append(Window((piece,)))
+            continue
+        waiting = open_pieces.setdefault(kind, [])
+        if filled.get(kind, 0) + size > window_bytes:
+            finished.append(Window(tuple(waiting)))
+            waiting.clear()
+            filled[kind] = 0
+        waiting.append(piece)
+        filled[kind] = filled.get(kind, 0) + size
+    # The shared ones first: they need a copy in and out, which then overlaps with the rest.
+    return [Window(tuple(waiting)) for waiting in open_pieces.values() if waiting] + finished
+
+
+def pack(window: Window, staging: torch.Tensor) -> torch.Tensor:
+    """Copy the pieces into the front of ``staging`` and return that part as one flat buffer."""
+    buffer = staging[: window.numel]
+    if window.flats is not None and buffer.dtype == window.dtype:
+        torch.cat(window.flats, out=buffer)  # one call: many small tensors cost a call each
+        return buffer
+    for piece, part in zip(window.pieces, _parts(window, buffer), strict=True):
+        part.copy_(piece.view)
+    return buffer
+
+
+def pack_difference(window: Window, staging: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Like ``pack``, of how far the pieces are from a flat reference; few of them in one pass."""
+    if len(window.pieces) > FEW_PIECES:
+        return pack(window, staging).sub_(reference)
+    buffer = staging[: window.numel]
+    parts = zip(_parts(window, buffer), _parts(window, reference), strict=True)
+    for piece, (part, base) in zip(window.pieces, parts, strict=True):
+        torch.sub(piece.view, base, out=part)
+    return buffer
+
+
+def unpack(window: Window, buffer: torch.Tensor) -> None:
+    """Write the flat buffer back into the pieces, in place, whatever their strides."""
+    if window.flats is not None:
+        torch._foreach_copy_(window.flats, list(torch.split(buffer, window.sizes)))
+        return
+    for piece, part in zip(window.pieces, _parts(window, buffer), strict=True):
+        piece.view.copy_(part)
+
+
+def unpack_sum(window: Window, buffer: torch.Tensor, more: torch.Tensor) -> None:
+    """Like ``unpack``, of the sum of two flat buffers; few pieces in one pass."""
+    if len(window.pieces) > FEW_PIECES:
+        unpack(window, torch.add(buffer, more))
+        return
+    parts = zip(_parts(window, buffer), _parts(window, more), strict=True)
+    for piece, (part, added) in zip(window.pieces, parts, strict=True):
+        torch.add(part, added, out=piece.view)
+
+
+def slices(numel: int, parts: int) -> list[tuple[int, int]]:
+    """Cut ``numel`` elements into ``parts`` ranges whose lengths differ by at most one.
+
+    >>> slices(5, 3)
+    [(0, 1), (1, 3), (3, 5)]
+    """
+    return [(numel * i // parts, numel * (i + 1) // parts) for i in range(parts)]
+
+
+def _parts(window: Window, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+    start = 0
+    for piece in window.pieces:
+        yield buffer[start : start + piece.view.numel()].view(piece.view.shape)
+        start += piece.view.numel()
+
+
+def _pieces(tensors: Sequence[tuple[str, torch.Tensor]], window_bytes: int) -> Iterator[Piece]:
+    for name, tensor in tensors:
+        limit = max(1, window_bytes // tensor.element_size())
+        for view in _split(tensor, limit):
+            yield Piece(name, view)
+
+
+def _split(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
+    """Yield views of at most ``limit`` elements that follow each other in logical order."""
+    if tensor.numel() == 0:
+        return
+    if tensor.numel() <= limit:
+        yield tensor
+        return
+    row = tensor.numel() // tensor.shape[0]
+    if row <= limit:
+        yield from torch.split(tensor, limit // row)
+        return
+    for part in tensor.unbind(0):
+        yield from _split(part, limit)

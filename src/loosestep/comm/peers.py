@@ -1,0 +1,253 @@
+"""A process group seen from one of its ranks, where every wait ends and names who was missing.
+
+Everything here is point to point. A collective can only report that "it" failed; a message
+between two ranks knows whose message did not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from loosestep.comm.blame import Notes
+from loosestep.comm.group import Failure, Group
+from loosestep.comm.reasons import in_words
+from loosestep.errors import PeerLost
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What is going on, for the error text: the verb, the tensor and the step."""
+
+    verb: str
+    tensor: str = ""
+    step: int | None = None
+
+    def __str__(self) -> str:
+        """Read as half a sentence: ``averaging 'fc.weight' at step 12``."""
+        tensor = f" {self.tensor!r}" if self.tensor else ""
+        return self.verb + tensor + ("" if self.step is None else f" at step {self.step}")
+
+
+@dataclass(frozen=True)
+class Message:
+    """A tensor on its way to or from a member of the group."""
+
+    tensor: torch.Tensor
+    peer: int  # the other side's group rank
+    outgoing: bool
+
+
+@dataclass(frozen=True)
+class Peers:
+    """A group during one operation: on which level, by which weights, and what is going on.
+
+    ``group_rank`` counts inside the group, ``global_ranks[group_rank]`` in the job.
+    """
+
+    group: Group
+    level: str = "group"
+    weights: tuple[float, ...] | None = None  # one a member; None: all count the same
+    timeout: float | None = None  # seconds; None: the process group's own
+    phase: Phase = field(default=Phase("talking"))
+    checked: bool = False  # whether all have said already which of them have a say
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """The members, by group rank."""
+        return self.group.ranks
+
+    @property
+    def group_rank(self) -> int:
+        """The place of this rank among them."""
+        return self.group.group_rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        return len(self.group.ranks)
+
+    @property
+    def others(self) -> list[int]:
+        """The other members' group ranks, each rank starting at its right-hand neighbour."""
+        return [(self.group_rank + i) % self.size for i in range(1, self.size)]
+
+    @property
+    def seconds(self) -> float:
+        """How long a wait may take: the given time-out, or the process group's own."""
+        if self.timeout is not None:
+            return self.timeout
+        return self.group.own_timeout.total_seconds()
+
+    def muted(self, ranks: Sequence[int]) -> Peers:
+        """Return the same with a weight of 0 for some global ranks, which then have no say."""
+        if not set(ranks) & set(self.global_ranks):
+            return self
+        weights = self.weights or (1.0,) * self.size
+        pairs = zip(self.global_ranks, weights, strict=True)
+        return replace(self, weights=tuple(0.0 if rank in ranks else w for rank, w in pairs))
+
+    def next_tags(self, count: int) -> int:
+        """Reserve ``count`` message tags, the same ones on every member, and return the first."""
+        first = next(self.group.tags)
+        for _ in range(count - 1):
+            next(self.group.tags)
+        return first
+
+    def post(self, messages: Sequence[Message], tag: int) -> list[Transfer]:
+        """Launch messages that go together and return what is to be waited for."""
+        self.check()
+        if messages and messages[0].tensor.device.type != "cpu":
+            return self._post_batch(messages, tag)
+        return [self._launch(message, tag) for message in messages]
+
+    def check(self) -> None:
+        """Raise if the group has failed before, or was given up."""
+        if (failure := self.group.failure) is not None:
+            raise failure.error("this process group failed before and cannot go on: ")
+
+    def give_up(self, reason: str) -> None:
+        """Close the group to later calls, and end those that wait through memory now."""
+        if self.group.failure is None:
+            self.group.failure = Failure(reason, (), str(self.phase))
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Hand ``payload`` to every member and return all payloads by group rank."""
+        if self.size == 1:
+            return [payload]
+        sizes = self._exchange_equal(len(payload).to_bytes(8, "little"), [8] * self.size)
+        return self._exchange_equal(payload, [int.from_bytes(size, "little") for size in sizes])
+
+    def exchange_fixed(self, payload: bytes, tag: int | None = None) -> list[bytes]:
+        """Like ``exchange``, for payloads of one length on all members: one message fewer.
+
+        A ``tag`` of its own keeps such messages apart from all others.
+        """
+        return self._exchange_equal(payload, [len(payload)] * self.size, tag)
+
+    def during(self, phase: Phase) -> Peers:
+        """Return the same peers, with ``phase`` for what their errors say."""
+        return replace(self, phase=phase)
+
+    def lost(self, peer: int | None, reason: str) -> PeerLost:
+        """Return the error for a peer that did not answer, and close the group to later calls.
+
+        None: a collective failed, which does not say whose fault it was.
+        """
+        me = self.global_ranks[self.group_rank]
+        missed = None if peer is None else self.global_ranks[peer]
+        suspects = Notes(self.group).blame(missed)
+        if suspects == (me,):
+            head = f"rank {me}: the others gave this rank up"
+            reason = (
+                f"it did not answer them for more than {self.seconds:g} s, so it was stopped, "
+                "swapped out or too slow, its connections broke, or it took part in something else"
+            )
+        else:
+            which = "one of ranks" if len(suspects) > 1 else "rank"
+            head = f"rank {me}: lost {which} {', '.join(map(str, suspects))}"
+        text = (
+            f"{head} while {self.phase} "
+            f"on level {self.level!r} (ranks {list(self.global_ranks)}): {reason}. "
+            "Parameters may be partly averaged: restart from a checkpoint"
+        )
+        self.group.failure = Failure(text, suspects, str(self.phase))
+        return self.group.failure.error()
+
+    def _launch(self, message: Message, tag: int) -> Transfer:
+        group = self.group.process_group
+        # The backend's own verbs: torch.distributed.isend adds checks that cost more than it does.
+        verb = group.send if message.outgoing else group.recv
+        reason = ""
+        try:
+            work = verb([message.tensor], message.peer, tag)
+        except RuntimeError as error:
+            reason = in_words(error)
+        # Outside the except block: a kept traceback would keep the group's sockets open.
+        if reason:
+            raise self.lost(message.peer, reason)
+        return Transfer(work, self, message.peer)
+
+    def _post_batch(self, messages: Sequence[Message], tag: int) -> list[Transfer]:
+        # NCCL needs sends and receives in one batch, else two ranks may both receive first.
+        operations = [
+            dist.P2POp(
+                dist.isend if message.outgoing else dist.irecv,
+                message.tensor,
+                group=self.group.process_group,
+                tag=tag,
+                group_peer=message.peer,
+            )
+            for message in messages
+        ]
+        works = dist.batch_isend_irecv(operations)
+        if len(works) != len(messages):  # one for all of them, which does not say whose it is
+            return [Transfer(work, self, None) for work in works]
+        return [Transfer(work, self, m.peer) for work, m in zip(works, messages, strict=True)]
+
+    def _exchange_equal(
+        self, payload: bytes, lengths: Sequence[int], tag: int | None = None
+    ) -> list[bytes]:
+        if self.size == 1:
+            return [payload]
+        tag = self.next_tags(1) if tag is None else tag
+        device = self._message_device()
+        inbox = {p: torch.zeros(lengths[p], dtype=torch.uint8, device=device) for p in self.others}
+        outbox = torch.tensor(list(payload), dtype=torch.uint8, device=device)
+        messages = [Message(inbox[p], p, outgoing=False) for p in self.others if lengths[p]]
+        messages += [Message(outbox, p, outgoing=True) for p in self.others if payload]
+        for transfer in self.post(messages, tag):
+            transfer.wait()
+        inbox[self.group_rank] = outbox
+        return [bytes(inbox[p].tolist()) for p in range(self.size)]
+
+    def device_for(self, device: torch.device) -> torch.device:
+        """Return ``device`` if the group can move its tensors, else one that it can."""
+        kinds = {kind.type for kind in self.group.process_group._device_types}
+        return device if device.type in kinds else self._message_device()
+
+    def _message_device(self) -> torch.device:
+        kinds = {device.type for device in self.group.process_group._device_types}
+        if "cpu" in kinds:
+            return torch.device("cpu")
+        return torch.device(kinds.pop(), torch.accelerator.current_device_index())
+
+
+@dataclass
+class Transfer:
+    """One message under way."""
+
+    work: dist.Work
+    peers: Peers
+    peer: int | None  # None: several messages in one
+
+    def wait(self) -> None:
+        """Return when the message is through, or raise ``PeerLost`` naming the peer."""
+        reason = ""
+        timeout = self.peers.timeout
+        try:
+            if timeout is None:
+                self.work.wait()
+            else:
+                self.work.wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            reason = in_words(error)
+        if reason:
+            raise self.peers.lost(self.peer, reason)
+
+
+def peers_of(
+    group: Group | dist.ProcessGroup,
+    *,
+    level: str = "group",
+    weights: tuple[float, ...] | None = None,
+    timeout: float | None = None,
+) -> Peers:
+    """Return this rank's view of ``group``."""
+    known = group if isinstance(group, Group) else Group.of(group)
+    known.listen()
+    return Peers(known, level, weights, timeout)

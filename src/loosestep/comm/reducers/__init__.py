@@ -1,0 +1,57 @@
+"""How a buffer becomes its group's mean."""
+
+from loosestep.comm.codecs.rounding import Rounding
+from loosestep.comm.reducers.backend import Native
+from loosestep.comm.reducers.cast import Cast
+from loosestep.comm.reducers.feedback import ErrorFeedback
+from loosestep.comm.reducers.mean import Mean, mean_into
+from loosestep.comm.reducers.quantize import Int2, Int4, Int8, Ternary
+from loosestep.comm.reducers.reducer import (
+    NOTHING,
+    Handle,
+    NonFinite,
+    Place,
+    Reducer,
+    State,
+    check_reducer,
+    check_suits_gradients,
+)
+from loosestep.comm.reducers.replica_feedback import ReplicaFeedback
+from loosestep.comm.reducers.resident import Resident
+from loosestep.comm.reducers.scaled import Scaled
+from loosestep.comm.reducers.topk import TopK
+from loosestep.comm.reducers.two_level import (
+    Hosts,
+    TwoLevel,
+    check_hosts_fit,
+)
+from loosestep.telemetry.traffic import Traffic
+
+__all__ = [
+    "NOTHING",
+    "Cast",
+    "ErrorFeedback",
+    "Handle",
+    "Hosts",
+    "Int2",
+    "Int4",
+    "Int8",
+    "Mean",
+    "Native",
+    "NonFinite",
+    "Place",
+    "Reducer",
+    "ReplicaFeedback",
+    "Resident",
+    "Rounding",
+    "Scaled",
+    "State",
+    "Ternary",
+    "TopK",
+    "Traffic",
+    "TwoLevel",
+    "check_hosts_fit",
+    "check_reducer",
+    "check_suits_gradients",
+    "mean_into",
+]

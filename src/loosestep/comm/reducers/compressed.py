@@ -1,0 +1,422 @@
+"""The mean by messages of a codec: the same two phases as ``Mean``, in fewer bytes.
+
+    to owners   every rank encodes every part of its buffer and sends it to the part's owner
+    back        the owner decodes all, takes the mean, encodes that and sends it to everybody
+
+    mean = sum of share_r * decoded_r over the ranks r, in rank order, in float32,
+    share_r = w_r / sum of w_r
+
+Two ranks swap everything instead, each part of it encoded once, and both take the mean: as many
+bytes, on one way in place of two, and nothing is lost on a way back.
+
+A rank treats its own values as the others' are: encoded and decoded. So all ranks end bit-equal.
+Every message to an owner ends with a byte that says whether its sender's whole buffer is finite,
+so that all ranks know of all ranks before anything is overwritten.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from loosestep.comm.codecs.codec import Codec
+from loosestep.comm.codecs.rounding import Draw, Rounding, draw_of
+from loosestep.comm.flat import STAGING, slices
+from loosestep.comm.peers import Message, Peers, Transfer
+from loosestep.comm.reducers.nonfinite import all_finite, contributors
+from loosestep.comm.reducers.reducer import (
+    NOTHING,
+    Done,
+    Handle,
+    NonFinite,
+    Place,
+    Reducer,
+    State,
+)
+from loosestep.comm.tensors import Named
+from loosestep.comm.transport.exchange import Task
+from loosestep.errors import check_whole, choose
+from loosestep.telemetry.traffic import Traffic
+
+LARGEST = torch.finfo(torch.float32).max
+FLAG_BYTES = 1  # at the end of every message to an owner
+
+
+class Memory(Protocol):
+    """What is kept of values that could not be sent as they were."""
+
+    bytes_held: int  # until ``keep``
+
+    def carry(self, values: torch.Tensor) -> torch.Tensor:
+        """Return what is to be encoded: ``values`` and what was kept before."""
+
+    def keep(self, wanted: torch.Tensor, decoded: Callable[[torch.Tensor], None]) -> None:
+        """Note the difference between what ``carry`` returned and what arrives."""
+
+    def commit(self) -> None:
+        """Let that take the place of what was kept before."""
+
+
+class Forgetful:
+    """Keeps nothing: what is lost is lost."""
+
+    bytes_held = 0
+
+    def carry(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values."""
+        return values
+
+    def keep(self, wanted: torch.Tensor, decoded: Callable[[torch.Tensor], None]) -> None:
+        """Do nothing."""
+
+    def commit(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Memories:
+    """What a rank keeps of its own values, and of the mean of the part that it owns."""
+
+    sent: Memory
+    mean: Memory
+
+
+class Calls(State):
+    """How often each slot has been rounded by chance."""
+
+    def __init__(self) -> None:
+        self.by_slot: dict[str, int] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts."""
+        return {"calls": dict(self.by_slot)} if self.by_slot else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the chances that would have come next."""
+        self.by_slot = dict(state_dict.get("calls", {}))
+
+
+class Compressed(Reducer):
+    """A reducer whose messages are a codec's; the base of ``Int8``, ``TopK`` and the like."""
+
+    lossy = True
+    rounding: Rounding = Rounding.NEAREST
+    seed: int = 0  # of the chances, if rounding is stochastic
+    on_nonfinite: NonFinite = NonFinite.RAISE
+
+    def _settle(self, **settings: Any) -> None:
+        """Take the settings, by names or by values, and refuse those that cannot be."""
+        choices = {"rounding": Rounding, "on_nonfinite": NonFinite}
+        chosen = {n: choose(k, settings[n]) for n, k in choices.items() if n in settings}
+        vars(self).update(settings, **chosen)
+        check_whole("seed", self.seed)
+        if self.on_nonfinite is NonFinite.PASS:
+            raise ValueError(
+                "only finite values can be compressed, so on_nonfinite must be 'raise' or 'skip', "
+                "got 'pass'; Cast and exact reducers let all values pass"
+            )
+        _ = self.codec  # which refuses its own
+
+    @property
+    @abstractmethod
+    def codec(self) -> Codec:
+        """What makes messages of values."""
+
+    @property
+    def engine(self) -> Compressed:
+        """What moves the messages; others may put memories into it."""
+        return self
+
+    def init(self, tensors: Sequence[Named], peers: Peers) -> State:
+        """Return counts of calls, if values are rounded by chance."""
+        return NOTHING if self.rounding is Rounding.NEAREST else Calls()
+
+    def start(self, buffer: torch.Tensor, peers: Peers, state: Any, place: Place) -> Handle:
+        """Launch the mean of what arrives."""
+        return self.launch(buffer, peers, state, place, Memories(Forgetful(), Forgetful()))
+
+    def launch(
+        self, buffer: torch.Tensor, peers: Peers, state: Any, place: Place, memories: Memories
+    ) -> Handle:
+        """Launch it, with memories of what is lost on the way."""
+        if not buffer.is_floating_point():
+            raise TypeError(
+                f"{self!r} encodes floating values, got {buffer.dtype} in {place.slot!r}; average "
+                "it with Mean(), or a complex tensor as its view_as_real"
+            )
+        if peers.size == 1:
+            return Done()
+        by_chance = self.rounding is Rounding.STOCHASTIC
+        chances = Chances(self.seed, state, place, peers) if by_chance else Certain()
+        sent = self.bytes_on_wire(buffer.numel(), buffer.dtype, peers.size, peers.group_rank)
+        order = _Order(place.slot, self.codec, self.on_nonfinite, chances, memories)
+        kind = _Swap if peers.size == 2 else _InFlight
+        return kind(order, Task(buffer, peers), Traffic(bytes_sent=sent))
+
+    def bytes_on_wire(
+        self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
+    ) -> int:
+        """Return the others' parts with a flag each, and my own part to each of them."""
+        if group_size <= 2:  # nothing, or everything once
+            return (group_size - 1) * (self.codec.nbytes(numel) + FLAG_BYTES)
+        sizes = [self.codec.nbytes(stop - start) for start, stop in slices(numel, group_size)]
+        mine = sizes[group_rank]
+        return sum(sizes) - mine + (group_size - 1) * (mine + FLAG_BYTES)
+
+
+class Certain:
+    """No chance: values are rounded to the nearest."""
+
+    def draw(self, part: object) -> Draw | None:
+        """Return nothing to round by."""
+        return None
+
+    def commit(self) -> None:
+        """Do nothing."""
+
+
+class Chances(Certain):
+    """What the values of one buffer are rounded by, in one call."""
+
+    def __init__(self, seed: int, calls: Calls, place: Place, peers: Peers) -> None:
+        self._calls, self._slot = calls, place.slot
+        self._call = calls.by_slot.get(place.slot, 0)
+        me = peers.global_ranks[peers.group_rank]
+        self._origin = (seed, f"{peers.level}/{place.slot}", self._call, me)
+
+    def draw(self, part: object) -> Draw:
+        """Return what a part of the buffer is rounded by."""
+        return draw_of(*self._origin, part)
+
+    def commit(self) -> None:
+        """Count the call."""
+        self._calls.by_slot[self._slot] = self._call + 1
+
+
+@dataclass(frozen=True)
+class _Order:
+    """How one buffer is to be reduced."""
+
+    slot: str
+    codec: Codec
+    on_nonfinite: NonFinite
+    chances: Certain
+    memories: Memories
+
+
+class _InFlight(Handle):
+    """One buffer on its way: parts to owners, then (in ``advance``) means back, then ``wait``."""
+
+    def __init__(self, order: _Order, task: Task, traffic: Traffic) -> None:
+        self.traffic = traffic
+        self._order, self._task, self._peers = order, task, task.peers
+        self._codec, self._bounds, self._mine = order.codec, *self._divide(task)
+        self._error: Exception | None = None
+        self._reduced = False
+        self._tag = self._peers.next_tags(2)
+        self._wanted, self._outbox = self._encode(task.buffer.to(torch.float32))
+        self._inbox = {p: self._room(self._mine, FLAG_BYTES) for p in self._peers.others}
+        self._arriving, self._leaving = self._post(self._outbox, self._inbox, self._tag)
+
+    @staticmethod
+    def _divide(task: Task) -> tuple[list[tuple[int, int]], torch.Tensor]:
+        """Return what each message holds, and of what this rank takes the mean."""
+        return task.bounds, task.mine
+
+    @property
+    def bytes_held(self) -> int:
+        """All messages to owners, and what memories need; the same number on every rank."""
+        parts = [self._codec.nbytes(stop - start) + FLAG_BYTES for start, stop in self._bounds]
+        return sum(parts) + len(parts) * max(parts) + self._order.memories.sent.bytes_held
+
+    def advance(self) -> None:
+        """Take the mean of my part and start to hand it round."""
+        if self._error is not None:
+            raise self._error
+        if not self._reduced:
+            _wait(self._arriving)
+            self._inbox[self._peers.group_rank] = self._outbox[self._peers.group_rank]
+            members = self._members()
+            self._remember()
+            self._reduce(members)
+            self._reduced = True
+
+    def wait(self) -> None:
+        """Decode everybody's means into the buffer."""
+        self.advance()
+        _wait(self._arriving)
+        for member, message in self._inbox.items():
+            self._write(message, self._task.part(member))
+        _wait(self._leaving)
+        _give(self._inbox, self._outbox)
+        # To wait again is harmless; a message that is waited for twice never comes.
+        self._inbox, self._outbox, self._arriving, self._leaving = {}, {}, [], []
+
+    def commit(self) -> None:
+        """Let what was left out, and that there was a call, be remembered."""
+        self._order.memories.sent.commit()
+        self._order.memories.mean.commit()
+        self._order.chances.commit()
+
+    def _encode(self, values: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        """Return what is to arrive (None: nothing of this rank), and a message for each part."""
+        weights, me = self._peers.weights, self._peers.group_rank
+        counts = weights is None or weights[me] > 0.0
+        bad = counts and not all_finite(values)
+        wanted = self._order.memories.sent.carry(values) if counts and not bad else None
+        outbox = {}
+        for member, (start, stop) in enumerate(self._bounds):
+            message = self._room(values[start:stop], FLAG_BYTES)
+            if wanted is None:
+                message.zero_()
+            else:
+                draw = self._order.chances.draw(member)
+                self._codec.encode(wanted[start:stop], message[:-FLAG_BYTES], draw)
+            message[-FLAG_BYTES:] = int(bad)
+            outbox[member] = message
+        return wanted, outbox
+
+    def _members(self) -> list[int]:
+        """Return whose values count; raise on all ranks if that cannot be said."""
+        bad = [p for p, message in self._inbox.items() if int(message[-1])]
+        try:
+            return contributors(self._peers, bad, self._order.on_nonfinite, self._order.slot)
+        except ValueError as error:
+            _wait(self._leaving)  # so that the group can go on with other things
+            self._error = error
+            raise
+
+    def _remember(self) -> None:
+        """Note what my messages left out."""
+        if self._wanted is None:
+            return
+
+        def decoded(out: torch.Tensor) -> None:
+            for member, (start, stop) in enumerate(self._bounds):
+                self._codec.decode(self._outbox[member], stop - start, out[start:stop])
+
+        self._order.memories.sent.keep(self._wanted, decoded)
+        self._wanted = None
+
+    def _mean(self, members: list[int], total: torch.Tensor) -> torch.Tensor:
+        """Write the mean of my part to ``total``, and return that."""
+        weights = self._peers.weights or (1.0,) * self._peers.size
+        whole = sum(weights[p] for p in members)
+        shares = [float(torch.tensor(weights[p] / whole, dtype=torch.float32)) for p in members]
+        if not members:  # everybody has weight 0
+            total.zero_()
+        for count, (member, share) in enumerate(zip(members, shares, strict=True)):
+            if count == 0:
+                self._codec.decode(self._inbox[member], total.numel(), total, share)
+            else:
+                self._codec.add(self._inbox[member], total, share)
+        if total.device.type != "cpu" or not all_finite(total):  # elsewhere to ask is to wait
+            total.clamp_(-LARGEST, LARGEST)
+        self._sample(total, members)
+        return total
+
+    def _wide(self) -> torch.Tensor:
+        """Return memory for the mean of my part."""
+        return STAGING.take(self._mine.numel(), torch.float32, self._mine.device)
+
+    def _reduce(self, members: list[int]) -> None:
+        """Encode the mean of my part and hand it round."""
+        total = self._mean(members, self._wide())
+        wanted, message = self._order.memories.mean.carry(total), self._room(self._mine)
+        self._codec.encode(wanted, message, self._order.chances.draw("mean"))
+        self._order.memories.mean.keep(
+            wanted, lambda out: self._codec.decode(message, out.numel(), out)
+        )
+        STAGING.give(total)
+        self._hand_round(message)
+
+    def _sample(self, mean: torch.Tensor, members: list[int]) -> None:
+        """Estimate from the front of my part how far apart the replicas are."""
+        count = self._codec.sample(mean.numel())
+        front, replica = mean[:count].double(), mean.new_empty(count)
+        for member in members:
+            self._codec.decode(self._inbox[member], mean.numel(), replica)
+            self.traffic.deviation += float((front - replica).square().sum())
+        self.traffic.magnitude += float(front.square().sum()) * len(members)
+        self.traffic.samples += count * len(members)
+
+    def _hand_round(self, message: torch.Tensor) -> None:
+        """Send the mean of my part to everybody and start to receive theirs."""
+        me, others = self._peers.group_rank, self._peers.others
+        self._write(message, self._mine)
+        _give(self._inbox)  # with my own message, which has been used
+        del self._outbox[me]
+        self._inbox = {p: self._room(self._task.part(p)) for p in others}
+        outgoing = dict.fromkeys(others, message)
+        self._arriving, leaving = self._post(outgoing, self._inbox, self._tag + 1)
+        self._leaving += leaving
+        self._outbox[me] = message
+
+    def _write(self, message: torch.Tensor, part: torch.Tensor) -> None:
+        if part.dtype == torch.float32:
+            self._codec.decode(message, part.numel(), part)
+            return
+        wide = STAGING.take(part.numel(), torch.float32, part.device)
+        self._codec.decode(message, part.numel(), wide)
+        narrow(wide, part)
+        STAGING.give(wide)
+
+    def _room(self, part: torch.Tensor, more: int = 0) -> torch.Tensor:
+        return STAGING.take(self._codec.nbytes(part.numel()) + more, torch.uint8, part.device)
+
+    def _post(
+        self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], tag: int
+    ) -> tuple[list[Transfer], list[Transfer]]:
+        others = self._peers.others
+        receives = [Message(incoming[p], p, outgoing=False) for p in others if incoming[p].numel()]
+        sends = [Message(outgoing[p], p, outgoing=True) for p in others if outgoing[p].numel()]
+        transfers = self._peers.post([*receives, *sends], tag)
+        return transfers[: len(receives)], transfers[len(receives) :]
+
+
+class _Swap(_InFlight):
+    """One buffer between two ranks: everything there, and both take the mean."""
+
+    @staticmethod
+    def _divide(task: Task) -> tuple[list[tuple[int, int]], torch.Tensor]:
+        return [(0, task.buffer.numel())], task.buffer
+
+    def _encode(self, values: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        wanted, outbox = super()._encode(values)
+        return wanted, dict.fromkeys((0, 1), outbox[0])
+
+    def _reduce(self, members: list[int]) -> None:
+        """Write the mean; nothing comes back."""
+        if self._mine.dtype == torch.float32:
+            self._mean(members, self._mine)
+        else:
+            total = self._mean(members, self._wide())
+            narrow(total, self._mine)
+            STAGING.give(total)
+        me = self._peers.group_rank
+        _give({1 - me: self._inbox[1 - me]})
+        self._inbox, self._arriving = {}, []
+        self._outbox = {me: self._outbox[me]}  # it may still be on its way
+
+
+def narrow(wide: torch.Tensor, part: torch.Tensor) -> None:
+    """Write float32 values, which may lie beyond the range of a narrower dtype."""
+    if part.dtype != torch.float32:
+        limit = min(LARGEST, torch.finfo(part.dtype).max)
+        wide.clamp_(-limit, limit)
+    part.copy_(wide)
+
+
+def _wait(transfers: list[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.wait()
+
+
+def _give(*boxes: dict[int, torch.Tensor]) -> None:
+    for box in boxes:
+        for message in box.values():
+            STAGING.give(message)

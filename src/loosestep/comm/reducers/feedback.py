@@ -1,0 +1,171 @@
+"""What a message leaves out goes into the next one.
+
+    sent_t = encode(x_t + e_t),   e_{t+1} = x_t + e_t - decode(sent_t)
+
+on every rank for its own values, and on every owner for the mean of its part. So what has arrived
+after t calls, and what is kept, add up to what was given: nothing is ever lost, only late.
+(Seide et al. 2014; Karimireddy et al. 2019; for both directions Tang et al. 2019, DoubleSqueeze.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from loosestep.comm.flat import STAGING, slices
+from loosestep.comm.peers import Peers
+from loosestep.comm.reducers.compressed import LARGEST, Compressed, Memories
+from loosestep.comm.reducers.nonfinite import all_finite
+from loosestep.comm.reducers.reducer import (
+    Handle,
+    NonFinite,
+    Place,
+    Reducer,
+    State,
+    check_reducer,
+)
+from loosestep.comm.tensors import Named
+
+
+class Residuals(State):
+    """What was left out of messages, by slot: of this rank's values, and of means that it owns."""
+
+    def __init__(self, inner: State) -> None:
+        self.inner = inner
+        self.sent: dict[str, torch.Tensor] = {}
+        self.mean: dict[str, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory all of it takes."""
+        kept = [*self.sent.values(), *self.mean.values()]
+        return self.inner.nbytes + sum(residual.nbytes for residual in kept)
+
+    def describe(self) -> str:
+        """Return how much is kept of what."""
+        return describe_sizes({slot: kept.numel() for slot, kept in self.sent.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies by slot, and the state of the reducer inside."""
+        kept = {
+            "sent": {slot: kept.clone() for slot, kept in self.sent.items()},
+            "mean": {slot: kept.clone() for slot, kept in self.mean.items()},
+            "inner": self.inner.state_dict(),
+        }
+        return {name: state for name, state in kept.items() if state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with what ``state_dict`` returned; an empty one forgets everything."""
+        unknown = sorted(set(state_dict) - {"sent", "mean", "inner"})
+        if unknown:
+            raise ValueError(
+                f"error feedback keeps 'sent', 'mean' and 'inner', but the checkpoint holds "
+                f"{unknown}; was it written with another reducer?"
+            )
+        self.inner.load_state_dict(state_dict.get("inner", {}))
+        self.sent = {slot: kept.clone() for slot, kept in state_dict.get("sent", {}).items()}
+        self.mean = {slot: kept.clone() for slot, kept in state_dict.get("mean", {}).items()}
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Reducer):
+    """A lossy reducer with a memory: ``ErrorFeedback(Int4())``.
+
+    Its state has a float32 for every value, and another for every value of the part that this rank
+    owns. It belongs into checkpoints, one for every rank.
+    """
+
+    inner: Reducer
+
+    lossy = True
+    remembers = True
+
+    def __post_init__(self) -> None:
+        """Refuse what drops nothing."""
+        check_reducer("inner", self.inner, "Int4()")
+        if self.inner.engine is None:
+            raise ValueError(
+                f"{type(self).__name__} sends later what its inner reducer drops, and "
+                f"{self.inner!r} drops nothing that could be kept; use it alone, or give Int8(), "
+                "Int4(), Int2(), TopK(...) or Cast(dtype)"
+            )
+
+    @cached_property
+    def moves(self) -> Compressed:
+        """What moves the messages."""
+        engine = self.inner.engine
+        assert engine is not None, "checked when it was made"
+        return engine
+
+    @property
+    def on_nonfinite(self) -> NonFinite | None:
+        """What is done about infinities and NaN, which cannot be sent."""
+        return self.moves.on_nonfinite
+
+    def init(self, tensors: Sequence[Named], peers: Peers) -> Residuals:
+        """Return that nothing was left out yet."""
+        return Residuals(self.moves.init(tensors, peers))
+
+    def start(self, buffer: torch.Tensor, peers: Peers, state: Residuals, place: Place) -> Handle:
+        """Launch the mean of the values and of what was kept of earlier ones."""
+        first, last = slices(buffer.numel(), peers.size)[peers.group_rank]
+        sent = Residual(state.sent, place.slot, buffer.numel())
+        mean = Residual(state.mean, place.slot, last - first)
+        return self.moves.launch(buffer, peers, state.inner, place, Memories(sent, mean))
+
+    def bytes_on_wire(
+        self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
+    ) -> int:
+        """Return what is sent for messages with a memory."""
+        return self.moves.bytes_on_wire(numel, dtype, group_size, group_rank)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+
+def describe_sizes(sizes: Mapping[str, int]) -> str:
+    """Return a short word for how much is kept in which slots; '': in none."""
+    own = sorted(sizes.items())
+    return hashlib.blake2b(repr(own).encode(), digest_size=8).hexdigest() if own else ""
+
+
+class Residual:
+    """What is kept of one slot, in one direction."""
+
+    def __init__(self, store: dict[str, torch.Tensor], slot: str, size: int) -> None:
+        self._store, self._slot, self._size = store, slot, size
+        self._left: torch.Tensor | None = None  # out of this message; kept from ``commit`` on
+        self.bytes_held = 4 * size
+        kept = store.get(slot)
+        if kept is not None and kept.numel() != size:
+            raise ValueError(
+                f"error feedback keeps {kept.numel()} values for {slot!r}, but there are {size} "
+                "now; its state is of another model, window size or number of ranks: forget it "
+                "with load_state_dict({}), on all ranks"
+            )
+
+    def carry(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values and what was kept, which itself stays as it is until ``commit``."""
+        kept = self._store.get(self._slot)
+        wanted = STAGING.take(self._size, torch.float32, values.device)
+        if kept is None:
+            return wanted.copy_(values)
+        torch.add(values, kept.to(values.device), out=wanted)
+        return wanted if all_finite(wanted) else wanted.clamp_(-LARGEST, LARGEST)
+
+    def keep(self, wanted: torch.Tensor, decoded: Callable[[torch.Tensor], None]) -> None:
+        """Note what did not arrive."""
+        left = self._left = torch.empty_like(wanted)
+        decoded(left)
+        torch.sub(wanted, left, out=left)
+        STAGING.give(wanted)
+
+    def commit(self) -> None:
+        """Keep what was noted."""
+        if self._left is not None:
+            self._store[self._slot], self._left = self._left, None

@@ -1,0 +1,1 @@
+"""How bytes reach another member of a group: sockets, shared memory."""

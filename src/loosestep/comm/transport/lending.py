@@ -1,0 +1,121 @@
+"""A tensor of any size that neighbours read for a while: sharded optimizers move theirs so.
+
+Where the kernel lets processes read each other (``process_vm_readv``), a tensor is read where it
+lies. Elsewhere (Yama's ``ptrace_scope``, some containers) the lender copies it to shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from loosestep.comm.peers import Peers
+from loosestep.comm.transport.board import DETAIL, OFFERED, PLACE, TAKEN, Board, Slot
+from loosestep.comm.transport.shelf import Copy, copy_of
+
+Ranges = Sequence[tuple[int, int]]  # of elements: first, and one after the last
+
+
+class Loan:
+    """One tensor that this rank lends to its neighbours, and theirs that it reads in turn."""
+
+    def __init__(self, board: Board, peers: Peers, pieces: Sequence[torch.Tensor]) -> None:
+        self._board, self._peers, self._slot = board, peers, Slot(board, peers)
+        self.members = self._slot.members
+        self._kept: Sequence[torch.Tensor] = ()  # while neighbours may read it
+        self._copy: Copy | None = None
+        if board.readable:
+            assert len(pieces) == 1, "several pieces are lent by a table of their addresses"
+            self._kept = pieces
+            self._slot.offer(pieces[0].data_ptr())
+        else:
+            self._copy = board.shelf.take(pieces)
+            self._slot.offer(self._copy.key, self._copy.detail)
+
+    def wait(self, member: int) -> None:
+        """Return when a neighbour has offered its tensor."""
+        self._slot.wait(member, OFFERED)
+
+    def read(self, member: int, ranges: Ranges, into: torch.Tensor) -> None:
+        """Copy ranges of elements of a neighbour's tensor to a contiguous one, in this order."""
+        size = into.element_size()
+        spans = [(start * size, (stop - start) * size) for start, stop in ranges]
+        if self._board.readable:
+            base = self._slot.told(member, PLACE)
+            self.read_spans(member, [(base + at, length) for at, length in spans], [into])
+            return
+        room, memory, filled = into.view(torch.uint8), self._copy_of(member), 0
+        for at, length in spans:
+            room[filled : filled + length].copy_(memory[at : at + length])
+            filled += length
+
+    def read_spans(
+        self, member: int, there: list[tuple[int, int]], into: Sequence[torch.Tensor]
+    ) -> None:
+        """Copy pieces of a neighbour's memory to contiguous tensors, in this order."""
+        here = [(tensor.data_ptr(), tensor.nbytes) for tensor in into]
+        error = self._board.neighbours[member].read(there, here)
+        if error:
+            raise self._peers.lost(member, error)
+
+    def read_pieces(self, member: int, into: Sequence[torch.Tensor]) -> None:
+        """Copy all pieces that a neighbour has lent as a copy, in their order."""
+        memory, at = self._copy_of(member), 0
+        for tensor in into:
+            tensor.view(torch.uint8).copy_(memory[at : at + tensor.nbytes])
+            at += tensor.nbytes
+
+    def taken(self, member: int) -> None:
+        """Tell a neighbour that this rank needs its tensor no more."""
+        self._slot.tell(member, TAKEN)
+
+    def close(self) -> None:
+        """Return when the neighbours have taken what they need of mine."""
+        self._slot.wait_until_taken()
+        self._slot.finish()
+        self._kept = ()
+        if self._copy is not None:
+            self._board.shelf.give(self._copy)
+        self._copy = None
+
+    def _copy_of(self, member: int) -> torch.Tensor:
+        key, neighbour = self._slot.told(member, PLACE), self._board.neighbours[member]
+        reason, detail = "", self._slot.told(member, DETAIL)
+        try:
+            return copy_of(neighbour.copies, key, neighbour.pid, detail)
+        except OSError as error:
+            reason = f"its memory cannot be shared: {error}"
+        raise self._peers.lost(member, reason)
+
+
+class Handout:
+    """Pieces of memory that all neighbours take: where they lie, or out of one copy."""
+
+    def __init__(self, pieces: Sequence[torch.Tensor], peers: Peers, board: Board) -> None:
+        self._by_table = board.readable
+        addresses = [piece.data_ptr() for piece in pieces]
+        table = [torch.tensor(addresses, dtype=torch.int64)]
+        self._loan = Loan(board, peers, table if board.readable else pieces)
+
+    def collect(self, places: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Read every neighbour's pieces to their places, and let it have its memory back."""
+        for member in self._loan.members:
+            self._loan.wait(member)
+            if places[member] and self._by_table:
+                self._loan.read_spans(member, list(self._spans(member, places)), places[member])
+            elif places[member]:
+                self._loan.read_pieces(member, places[member])
+            self._loan.taken(member)
+
+    def release(self) -> None:
+        """Return when the neighbours have read mine."""
+        self._loan.close()
+
+    def _spans(
+        self, member: int, places: Sequence[Sequence[torch.Tensor]]
+    ) -> Iterator[tuple[int, int]]:
+        table = torch.empty(len(places[member]), dtype=torch.int64)
+        self._loan.read(member, [(0, table.numel())], table)
+        for address, place in zip(table.tolist(), places[member], strict=True):
+            yield address, place.nbytes

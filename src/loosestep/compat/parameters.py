@@ -1,0 +1,77 @@
+"""Averaging parameters once, under the names that PyTorch users know."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from loosestep.comm.group import Group, require_process_group, world_group
+from loosestep.comm.peers import peers_of
+from loosestep.comm.tensors import unique
+from loosestep.sync.averager import Averager
+
+Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
+
+
+def average_parameters(
+    params: Iterator[torch.nn.Parameter], process_group: dist.ProcessGroup | None
+) -> None:
+    """Average all ``params`` over ``process_group`` (None: the world), in place.
+
+    A rank outside the group returns at once and changes nothing.
+    """
+    require_process_group()
+    if process_group is not None and dist.get_rank(process_group) < 0:
+        return
+    group = Group.of(world_group()).twin() if process_group is None else process_group
+    named = unique((f"parameter {i}", parameter) for i, parameter in enumerate(params))
+    Averager(peers_of(group)).average(named)
+
+
+def get_params_to_average(params: Parameters) -> list[torch.nn.Parameter]:
+    """Return the parameters that take part: all that require a gradient.
+
+    Whether one *has* a gradient depends on what this rank's last batch happened to use, and
+    ranks that disagree about it would average different tensors with each other.
+    """
+    found: list[torch.nn.Parameter] = []
+    for item in params:
+        if isinstance(item, dict):
+            found += get_params_to_average(item["params"])
+        elif isinstance(item, torch.nn.Parameter):
+            if item.requires_grad:
+                found.append(item)
+        else:
+            raise NotImplementedError(
+                f"give parameters or an optimizer's param_groups, got {type(item).__name__}"
+            )
+    return found
+
+
+def average_parameters_or_parameter_groups(
+    params: Parameters, process_group: dist.ProcessGroup | None
+) -> None:
+    """Average a model's parameters or an optimizer's groups over ``process_group``."""
+    average_parameters(iter(get_params_to_average(params)), process_group)
+
+
+def model_has_buffers(parameters: Iterable[torch.Tensor]) -> bool:
+    """Say whether a module that holds some of these has buffers, of its own or of its parts.
+
+    A parameter does not know its module, so this looks at all that there are: once an averager.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    # By type: ``isinstance`` would ask a proxy what it stands for, which may be gone.
+    found = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module))
+    modules = [module for module in found if "_modules" in vars(module)]  # not half made ones
+    parts = {id(part) for module in modules for part in module.children()}
+    whole = [module for module in modules if id(module) not in parts]
+    return any(
+        any(id(parameter) in wanted for parameter in module.parameters())
+        for module in whole
+        if next(module.buffers(), None) is not None
+    )

@@ -1,0 +1,1 @@
+"""What is shared, between whom, when and how: pure values."""

@@ -1,0 +1,167 @@
+"""The named strategies.
+
+A recipe is a short function that puts parts together. To make your own, put together other parts.
+
+Parts that need torch are imported when a recipe is called: the command line reads the names and the
+arguments of recipes here, and has to answer a mistake at once.
+
+``on_nonfinite`` is what a sync does about parameters that are infinite or NaN on some ranks:
+``"raise"`` on all ranks before anything is changed, ``"skip"`` such ranks, or let them ``"pass"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from loosestep.strategy.schedules import Schedule, after, always, every, levels
+
+if TYPE_CHECKING:
+    from loosestep.comm.reducers import Reducer
+    from loosestep.strategy.policies import Sharding
+    from loosestep.strategy.strategy import Strategy
+    from loosestep.strategy.topology import Topology
+
+
+def ddp(*, topology: Topology | None = None, gradient_reducer: Reducer | None = None) -> Strategy:
+    """Share gradients with the world at every step: plain data parallelism.
+
+    >>> ddp().schedule(7)
+    Due(gradients='world', parameters=None)
+    """
+    schedule = always(gradients=_widest(topology))
+    return _strategy(schedule, topology, gradient_reducer=gradient_reducer)
+
+
+def post_local_sgd(
+    period: int = 4,
+    *,
+    warmup_steps: int = 0,
+    gradients: str | None = "host",
+    topology: Topology | None = None,
+    reducer: Reducer | None = None,
+    gradient_reducer: Reducer | None = None,
+    overlap_steps: int = 0,
+    on_nonfinite: str = "raise",
+) -> Strategy:
+    """Train like DDP for ``warmup_steps``, then average parameters every ``period`` steps.
+
+    In between gradients are shared on the level ``gradients`` only (None: not at all).
+    With ``overlap_steps`` an average travels while that many steps are taken, and is applied then.
+    Post-local SGD, https://arxiv.org/abs/1808.07217.
+
+    >>> schedule = post_local_sgd(4, warmup_steps=2).schedule
+    >>> schedule(1).gradients, schedule(2).gradients, schedule(6).parameters
+    ('world', 'host', 'world')
+    """
+    world = _widest(topology)
+    local = every(period, world, gradients=gradients)
+    return _strategy(
+        after(warmup_steps, local, always(gradients=world)),
+        topology,
+        reducer=reducer,
+        gradient_reducer=gradient_reducer,
+        overlap_steps=overlap_steps,
+        on_nonfinite=on_nonfinite,
+    )
+
+
+def hierarchical_sgd(
+    periods: Mapping[str, int],
+    *,
+    warmup_steps: int = 0,
+    gradients: str | None = None,
+    topology: Topology | None = None,
+    reducer: Reducer | None = None,
+    gradient_reducer: Reducer | None = None,
+    overlap_steps: int = 0,
+    on_nonfinite: str = "raise",
+) -> Strategy:
+    """Average narrow levels often and wide ones seldom: ``{"host": 4, "world": 32}``.
+
+    With ``overlap_steps`` an average travels for that many steps, or until the next one is due.
+    Hierarchical SGD, https://arxiv.org/abs/2010.12998.
+
+    >>> schedule = hierarchical_sgd({"host": 4, "world": 8}).schedule
+    >>> [schedule(step).parameters for step in (3, 4, 8)]
+    [None, 'host', 'world']
+    """
+    world = _widest(topology)
+    return _strategy(
+        after(warmup_steps, levels(periods, gradients=gradients), always(gradients=world)),
+        topology,
+        reducer=reducer,
+        gradient_reducer=gradient_reducer,
+        overlap_steps=overlap_steps,
+        on_nonfinite=on_nonfinite,
+    )
+
+
+def zero(
+    period: int | None = None,
+    *,
+    gradients: str | None = None,
+    stage: int | None = None,
+    topology: Topology | None = None,
+    reducer: Reducer | None = None,
+    on_nonfinite: str = "raise",
+) -> Strategy:
+    """Shard the optimizer inside a group; with ``period``, average between groups that seldom.
+
+    Needs a ``ZeroRedundancyOptimizer`` whose ranks are one of the topology's levels. Gradients are
+    shared on the level ``gradients`` at every step: by default with the world, or where there is
+    a period, on the host. ZeRO, https://arxiv.org/abs/1910.02054.
+
+    >>> zero().schedule(7)
+    Due(gradients='world', parameters=None)
+    >>> zero(8).schedule(8)
+    Due(gradients='host', parameters='world')
+    """
+    world = _widest(topology)
+    schedule: Schedule = always(gradients=world if gradients is None else gradients)
+    if period is not None:
+        schedule = every(period, world, gradients="host" if gradients is None else gradients)
+    from loosestep.strategy.policies import Sharding
+
+    sharding = Sharding(stage=stage)
+    return _strategy(
+        schedule, topology, reducer=reducer, sharding=sharding, on_nonfinite=on_nonfinite
+    )
+
+
+RECIPES: dict[str, Callable[..., Strategy]] = {
+    recipe.__name__: recipe for recipe in (ddp, post_local_sgd, hierarchical_sgd, zero)
+}
+
+
+def _widest(topology: Topology | None) -> str:
+    if topology is None:
+        return "world"
+    from loosestep.strategy.topology import check_topology
+
+    check_topology(topology)
+    return topology.widest
+
+
+def _strategy(
+    schedule: Schedule,
+    topology: Topology | None,
+    *,
+    reducer: Reducer | None = None,
+    gradient_reducer: Reducer | None = None,
+    overlap_steps: int = 0,
+    sharding: Sharding | None = None,
+    on_nonfinite: str = "raise",
+) -> Strategy:
+    from loosestep.comm.reducers import TwoLevel
+    from loosestep.strategy.strategy import Strategy
+
+    return Strategy(
+        schedule=schedule,
+        topology=topology,
+        reducer=TwoLevel() if reducer is None else reducer,
+        gradient_reducer=gradient_reducer,
+        overlap_steps=overlap_steps,
+        sharding=sharding,
+        on_nonfinite=on_nonfinite,
+    )

@@ -1,0 +1,260 @@
+"""When to share what: a schedule is a function from a step to a ``Due``.
+
+``schedule(step)`` is asked once after every optimizer step, ``step`` being the number of steps
+finished by then, and once before the first: for the level that averages parameters now, and for
+the one that shares gradients in the next backward.
+
+>>> plan = after(100, levels({"host": 4, "world": 32}))
+>>> plan(99)
+Due(gradients='world', parameters=None)
+>>> plan(100 + 4), plan(100 + 64)
+(Due(gradients=None, parameters='host'), Due(gradients=None, parameters='world'))
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from loosestep.errors import check_instance, check_level, check_whole
+
+HORIZON = 200_000  # steps that are looked ahead for the next average
+STEPS_LOOKED_AT = 4096  # from the first average on, for two that are too close
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is due at a step: the level that shares gradients and the one that averages."""
+
+    gradients: str | None = None
+    parameters: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what names no level."""
+        check_level("gradients", self.gradients)
+        check_level("parameters", self.parameters)
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """A pure function of the step that can say which levels it may name."""
+
+    def __call__(self, step: int) -> Due:
+        """Return what is due once ``step`` optimizer steps are finished."""
+
+    def gradient_levels(self) -> frozenset[str]:
+        """Return every level that may share gradients."""
+
+    def parameter_levels(self) -> frozenset[str]:
+        """Return every level that may average parameters."""
+
+
+@dataclass(frozen=True)
+class Always:
+    """The same at every step."""
+
+    due: Due
+
+    def __call__(self, step: int) -> Due:
+        """Return the one answer."""
+        return self.due
+
+    def gradient_levels(self) -> frozenset[str]:
+        """Return the one level that shares gradients, if any."""
+        return _named(self.due.gradients)
+
+    def parameter_levels(self) -> frozenset[str]:
+        """Return the one level that averages, if any."""
+        return _named(self.due.parameters)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Several periods, each for its level; at a step only the widest due level averages."""
+
+    periods: tuple[tuple[str, int], ...]  # (level, period), narrow to wide
+    gradients: str | None = None
+
+    def __call__(self, step: int) -> Due:
+        """Return the widest level whose period divides ``step``; step 0 is never due."""
+        due = [name for name, period in self.periods if step > 0 and step % period == 0]
+        return Due(self.gradients, due[-1] if due else None)
+
+    def gradient_levels(self) -> frozenset[str]:
+        """Return the level that shares gradients between averages, if any."""
+        return _named(self.gradients)
+
+    def parameter_levels(self) -> frozenset[str]:
+        """Return all levels of the hierarchy."""
+        return _named(*(name for name, _ in self.periods))
+
+    def chains(self) -> list[tuple[str, ...]]:
+        """Return the levels in their order."""
+        return [tuple(name for name, _ in self.periods)]
+
+
+@dataclass(frozen=True)
+class After:
+    """One schedule before ``start``, another, counted from there, afterwards."""
+
+    start: int
+    then: Schedule
+    before: Schedule
+
+    def __call__(self, step: int) -> Due:
+        """Hand the step to the half that it falls into."""
+        return self.before(step) if step < self.start else self.then(step - self.start)
+
+    def gradient_levels(self) -> frozenset[str]:
+        """Return the levels that either half shares gradients with."""
+        return frozenset().union(*(half.gradient_levels() for half in self._halves()))
+
+    def parameter_levels(self) -> frozenset[str]:
+        """Return the levels that either half averages over."""
+        return frozenset().union(*(half.parameter_levels() for half in self._halves()))
+
+    def chains(self) -> list[tuple[str, ...]]:
+        """Return those of both halves."""
+        return [chain for half in self._halves() for chain in chains_of(half)]
+
+    def _halves(self) -> list[Schedule]:
+        """Return those that ever come."""
+        return [self.before, self.then] if self.start else [self.then]
+
+
+def every(period: int, level: str = "world", *, gradients: str | None = None) -> Levels:
+    """Average parameters over ``level`` after every ``period`` steps.
+
+    >>> [step for step in range(10) if every(4)(step).parameters]
+    [4, 8]
+    """
+    return levels({level: period}, gradients=gradients)
+
+
+def levels(periods: Mapping[str, int], *, gradients: str | None = None) -> Levels:
+    """Average over several levels, named from narrow to wide, each with its period.
+
+    The update is that of hierarchical SGD (https://arxiv.org/abs/2010.12998): when several
+    levels are due at once only the widest averages, since it contains the others.
+    """
+    if not isinstance(periods, Mapping):
+        raise TypeError(
+            f"periods must map levels to periods, got {periods!r}; give for example {{'world': 8}}"
+        )
+    check_level("gradients", gradients)
+    pairs = tuple(periods.items())
+    if not pairs:
+        raise ValueError("levels must not be empty; give for example {'world': 8}")
+    for name, period in pairs:
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"a level must have a name such as 'host' or 'world', got {name!r}")
+        check_whole(f"the period of {name!r}", period, 1)
+    for (narrow, short), (wide, long) in itertools.pairwise(pairs):
+        if long < short:
+            raise ValueError(
+                f"periods must not fall from narrow to wide levels: {narrow!r} has {short}, "
+                f"{wide!r} has {long}, so {narrow!r} would seldom or never average; "
+                f"name the narrow level first or give {wide!r} a period >= {short}"
+            )
+    return Levels(pairs, gradients)
+
+
+def always(*, gradients: str | None = None, parameters: str | None = None) -> Always:
+    """Do the same at every step.
+
+    >>> always(gradients="world")(7)
+    Due(gradients='world', parameters=None)
+    """
+    return Always(Due(gradients, parameters))
+
+
+def after(start: int, then: Schedule, before: Schedule | None = None) -> After:
+    """Follow ``before`` for ``start`` steps, then ``then``, counted from there.
+
+    ``before`` defaults to sharing gradients with the world, the warm-up of post-local SGD.
+
+    >>> after(2, every(2))(4).parameters
+    'world'
+    """
+    check_whole("start", start)
+    check_instance("then", then, Schedule, "a schedule such as every(8)")
+    if before is not None:
+        check_instance("before", before, Schedule, "a schedule such as always(gradients='world')")
+    return After(start, then, always(gradients="world") if before is None else before)
+
+
+def chains_of(schedule: Schedule) -> list[tuple[str, ...]]:
+    """Return the lists of levels that must go from narrow to wide; not every schedule has one."""
+    chains: list[tuple[str, ...]] = schedule.chains() if hasattr(schedule, "chains") else []
+    return chains
+
+
+def next_sync(schedule: Schedule, step: int, level: str | None = None) -> tuple[int, str] | None:
+    """Return the first step after ``step`` at which parameters are averaged, and the level.
+
+    With ``level`` the first at which that level averages. None: not within a foreseeable time.
+
+    >>> next_sync(every(8), 3)
+    (8, 'world')
+    """
+    levels_ = schedule.parameter_levels()
+    if not levels_ or (level is not None and level not in levels_):
+        return None
+    for later in range(step + 1, step + 1 + HORIZON):
+        due = schedule(later).parameters
+        if due is not None and level in (None, due):
+            return later, due
+    return None
+
+
+def most_seldom(schedule: Schedule) -> list[int]:
+    """Return when the level averages parameters that does so most seldom, as far as one looks.
+
+    >>> most_seldom(every(2000)), most_seldom(levels({"host": 4, "world": 3000}))
+    ([2000, 4000, 6000], [3000])
+    """
+    first = next_sync(schedule, 0)
+    steps: dict[str, list[int]] = {level: [] for level in schedule.parameter_levels()}
+    if first is not None:
+        for step in range(first[0], first[0] + STEPS_LOOKED_AT):
+            level = schedule(step).parameters
+            if level is not None:
+                steps.setdefault(level, []).append(step)
+    return min(steps.values(), key=len, default=[])
+
+
+def always_shares_gradients(schedule: Schedule) -> bool:
+    """Say whether gradients are shared on some level at every step, as far as one cares to look.
+
+    >>> always_shares_gradients(every(8, gradients="host")), always_shares_gradients(every(8))
+    (True, False)
+    """
+    first = (next_sync(schedule, 0) or (0, ""))[0]
+    looked_at = [*range(STEPS_LOOKED_AT), *range(first, first + STEPS_LOOKED_AT)]
+    return all(schedule(step).gradients is not None for step in looked_at)
+
+
+def check_overlap(overlap_steps: int, seldom: Iterable[int]) -> int:
+    """Return ``overlap_steps``; raise where that is longer than the longest of the periods.
+
+    ``seldom`` are the steps of the level that averages most seldom. Others may be due earlier: what
+    is under way lands then.
+
+    >>> check_overlap(2, [4, 6])
+    2
+    """
+    check_whole("overlap_steps", overlap_steps, hint="0 averages at once")
+    for one, other in itertools.pairwise(seldom):
+        if other - one < overlap_steps:
+            raise ValueError(
+                f"an average must land before the next one starts: overlap_steps is "
+                f"{overlap_steps}, but parameters are averaged at steps {one} and {other}; give "
+                f"overlap_steps <= {other - one}, or average less often"
+            )
+    return overlap_steps
+
+
+def _named(*levels: str | None) -> frozenset[str]:
+    return frozenset(level for level in levels if level is not None)

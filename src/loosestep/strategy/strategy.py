@@ -1,0 +1,112 @@
+"""A strategy: what is shared, between whom, when and how."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from loosestep.comm.reducers import (
+    NonFinite,
+    Reducer,
+    Resident,
+    TwoLevel,
+    check_reducer,
+    check_suits_gradients,
+)
+from loosestep.comm.reducers.reducer import check_policy, check_suits_parameters, policy_of
+from loosestep.errors import check_whole, choose
+from loosestep.strategy.policies import Buffers, Initial, OptimizerState, Sharding
+from loosestep.strategy.schedules import Schedule, check_overlap, most_seldom
+from loosestep.strategy.topology import Topology, check_topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """Everything that ``attach`` needs to know.
+
+    Example::
+
+        Strategy(schedule=after(100, levels({"host": 4, "world": 32})), buffers="broadcast")
+    """
+
+    schedule: Schedule  # when, and on which level
+    topology: Topology | None = None  # between whom; None: the levels host and world
+    reducer: Reducer = field(default_factory=TwoLevel)  # how parameters are averaged
+    buffers: Buffers | str = Buffers.MEAN  # what a sync does to BatchNorm statistics and the like
+    optimizer_state: OptimizerState | str = OptimizerState.KEEP  # and to momentum and the like
+    initial: Initial | str = Initial.BROADCAST  # what if replicas differ at the start
+    sharding: Sharding | None = None  # given: the optimizer must be sharded, and is kept so
+    gradient_reducer: Reducer | None = None  # how gradients are; None: the backend's all-reduce
+    overlap_steps: int = 0  # more: longer hidden behind training, applied later; 0: at once
+    on_nonfinite: NonFinite | str = NonFinite.RAISE  # what if parameters hold infinities or NaN
+
+    def __post_init__(self) -> None:
+        """Turn names into policies and refuse what is none."""
+        if isinstance(self.schedule, type) or not isinstance(self.schedule, Schedule):
+            raise TypeError(
+                f"schedule must be one such as every(8), got {self.schedule!r}; see "
+                "loosestep.strategy.schedules"
+            )
+        if self.topology is not None:
+            check_topology(self.topology)
+        check_reducer("reducer", self.reducer)
+        check_suits_parameters(self.reducer)
+        if self.gradient_reducer is not None:
+            check_reducer("gradient_reducer", self.gradient_reducer, "Int8()")
+            check_suits_gradients(self.gradient_reducer)
+        if not isinstance(self.sharding, Sharding | None):
+            raise TypeError(
+                f"sharding must be one such as Sharding(stage=2), got {self.sharding!r}"
+            )
+        for part in (self.schedule, self.reducer, self.gradient_reducer):
+            if re.search(r" at 0x[0-9a-f]+", repr(part)):
+                raise TypeError(
+                    f"{type(part).__name__} needs a __repr__ that is equal on all ranks, since "
+                    "they compare strategies by it; make it a frozen dataclass"
+                )
+        check_whole("overlap_steps", self.overlap_steps, hint="0 averages at once")
+        check_overlap(self.overlap_steps, most_seldom(self.schedule) if self.overlap_steps else [])
+        object.__setattr__(self, "buffers", choose(Buffers, self.buffers))
+        object.__setattr__(self, "optimizer_state", choose(OptimizerState, self.optimizer_state))
+        object.__setattr__(self, "initial", choose(Initial, self.initial))
+        policy = choose(NonFinite, self.on_nonfinite)
+        object.__setattr__(self, "on_nonfinite", policy)
+        check_policy(self.reducer, policy)
+        state = choose(OptimizerState, self.optimizer_state)
+        check_can_overlap(self.overlap_steps, self.reducer, policy, state)
+
+    def describe(self) -> str:
+        """Return the strategy as one line, to be compared across ranks."""
+        policies = (self.buffers, self.optimizer_state, self.initial, self.sharding)
+        overlap = f" overlap_steps={self.overlap_steps}" if self.overlap_steps else ""
+        named = " ".join(str(policy) for policy in policies)
+        gradients = "" if self.gradient_reducer is None else f" by {self.gradient_reducer}"
+        return f"{self.schedule}{gradients} {self.reducer} {named}{overlap}"
+
+
+def check_can_overlap(
+    overlap_steps: int,
+    reducer: Reducer | None,
+    on_nonfinite: NonFinite,
+    state: OptimizerState = OptimizerState.KEEP,
+) -> None:
+    """Raise where differences to a snapshot, applied later, would not do what was asked for."""
+    if not overlap_steps:
+        return
+    if state is OptimizerState.AVERAGE:
+        raise ValueError(
+            f"overlap_steps={overlap_steps} adds a difference that is some steps old, which can "
+            "bring Adam's second moments below zero, so optimizer_state cannot be 'average'; "
+            "use 'keep' or 'reset', or overlap_steps=0"
+        )
+    if policy_of(reducer, on_nonfinite) is NonFinite.SKIP:
+        raise ValueError(
+            f"overlap_steps={overlap_steps} adds a difference, and a rank that was skipped "
+            "holds NaN, to which nothing can be added; use on_nonfinite='raise', or "
+            "overlap_steps=0"
+        )
+    if isinstance(reducer, Resident):
+        raise ValueError(
+            f"overlap_steps={overlap_steps} averages copies of the parameters and not those that "
+            f"{reducer} moves into shared memory; use TwoLevel() or Mean(), or overlap_steps=0"
+        )

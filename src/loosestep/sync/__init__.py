@@ -1,0 +1,1 @@
+"""The average of a set of tensors: agree, launch, wait, commit."""

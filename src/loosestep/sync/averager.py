@@ -1,0 +1,467 @@
+"""Averaging named tensors in place: agree with the other ranks, cut into windows, send them.
+
+agree       all ranks mean the same tensors, schedule and step, or all raise
+start       launch the first windows
+finish      carry all of them through and write them back (see ``pipeline``)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+
+from loosestep.comm.agreement import Header, Progress, Statement, agree, state
+from loosestep.comm.fingerprints import fingerprints
+from loosestep.comm.flat import OWN_WINDOW_BYTES, WINDOW_BYTES, windows
+from loosestep.comm.group import Group, require_process_group, world_group
+from loosestep.comm.peers import Peers, Phase, peers_of
+from loosestep.comm.reducers import Mean, NonFinite, Reducer, check_reducer
+from loosestep.comm.reducers.backend import First
+from loosestep.comm.reducers.division import Division, sampled, whole_name
+from loosestep.comm.reducers.reducer import check_suits_parameters, compresses, policy_of
+from loosestep.comm.sharded_types import is_dtensor
+from loosestep.comm.tensors import (
+    Holders,
+    Named,
+    check_averageable,
+    cuts,
+    holders_of,
+    memory,
+    shard_key,
+    unique,
+)
+from loosestep.comm.transport import links
+from loosestep.errors import check_instance, check_seconds
+from loosestep.strategy.topology import check_weights
+from loosestep.sync.finite import Batch, batches, first_nonfinite, not_finite, whole_replicas
+from loosestep.sync.kept import Kept
+from loosestep.sync.parts import Parts, compressible, only_exact
+from loosestep.sync.pipeline import Averaging, Direct, Job, Sender, jobs_of
+from loosestep.sync.references import Differences, remember
+from loosestep.telemetry.traffic import Traffic
+
+
+@torch.no_grad()
+def average_(
+    tensors: Iterable[torch.Tensor] | Sequence[Named],
+    group: dist.ProcessGroup | None = None,
+    *,
+    reducer: Reducer | None = None,
+    weights: Sequence[float] | None = None,
+    timeout: float | None = None,
+) -> Traffic:
+    """Replace every tensor by its mean over the ranks of ``group`` (default: the world), in place.
+
+    ``weights`` gives one number a rank of the group, ``timeout`` seconds for every wait. A call
+    has no memory, so a lossy ``reducer`` compresses the values themselves, not how far they moved
+    since the last sync, as averagers that live longer do: of a model's parameters little is left
+    at four bits.
+
+    Example::
+
+        average_(model.parameters())
+        average_(ema.values(), group, reducer=Cast(torch.bfloat16))
+    """
+    require_process_group()
+    check_seconds("timeout", timeout)
+    named = unique(with_names(tensors))
+    if group is not None and dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group; only members may average")
+    chosen = Group.of(world_group()).twin(timeout) if group is None else Group.of(group)
+    checked = check_weights(weights, chosen.ranks)
+    by_rank = None if checked is None else tuple(checked.values())
+    peers = peers_of(chosen, weights=by_rank, timeout=timeout)
+    return Averager(peers, reducer=reducer).average(named)
+
+
+def with_names(tensors: Iterable[torch.Tensor] | Sequence[Named]) -> list[Named]:
+    """Give every tensor that has no name its place as one."""
+    return [
+        item if isinstance(item, tuple) else (f"tensor {index}", item)
+        for index, item in enumerate(tensors)
+    ]
+
+
+@dataclass
+class Bound:
+    """Tensors, and what does not change from one sync of them to the next.
+
+    Users re-point ``param.data``, so every sync looks whether all lie where they lay.
+    """
+
+    tensors: list[Named]  # those that have a mean, then the counters
+    places: list[torch.Tensor | None]  # where they lay: alias of each; None: a DTensor
+    counters: list[Named]  # those of the tensors that take the largest value
+    parts: list[Named]  # this rank's memory of those that have a mean, every byte once
+    shard_keys: dict[str, str]
+    lines: tuple[str, ...]  # what ranks must agree on
+    jobs: list[Job] | None = field(default=None)  # windows: made at the first sync of all ranks
+    batches: list[Batch] | None = field(default=None)  # in which infinities are looked for
+    _statement: Statement | None = field(default=None)
+
+    @classmethod
+    def of(cls, named: Sequence[Named], counters: Sequence[Named]) -> Bound:
+        """Bind tensors; raise for those that have no mean."""
+        check_averageable(named)
+        parts = memory(named)
+        kept = {name for name, _ in parts}
+        told = [*((name, t) for name, t in named if name in kept), *counters]
+        shared = [f"{n} numbers of {name!r} alone" for name, n in cuts(parts, named)]
+        tensors = [*named, *counters]
+        return cls(
+            tensors,
+            [None if is_dtensor(tensor) else tensor.detach() for _, tensor in tensors],
+            list(counters),
+            parts,
+            {name: shard_key(tensor) for name, tensor in named},
+            state(told, *shared).lines,
+        )
+
+    def holds(self, named: Sequence[Named], counters: Sequence[Named]) -> bool:
+        """Say whether these are the same tensors, and lie where they lay."""
+        given = [*named, *counters]
+        return len(given) == len(self.tensors) and all(
+            tensor is held
+            and name == known
+            and place is not None
+            and tensor.dtype is place.dtype
+            and tensor.is_set_to(place)
+            for (name, tensor), (known, held), place in zip(
+                given, self.tensors, self.places, strict=True
+            )
+        )
+
+    def statement(self, agreements: tuple[str, ...]) -> Statement:
+        """Return what must be equal on all ranks, with further lines before the tensors'."""
+        said = self._statement
+        if said is None or said.lines[: len(agreements)] != agreements:
+            said = self._statement = Statement((*agreements, *self.lines))
+        return said
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks have agreed to average."""
+
+    bound: Bound
+    headers: list[Header]
+    step: int
+    firsts: list[Named] | None = None  # take the first rank's values afterwards; None: nothing does
+    skipped: tuple[int, ...] = ()  # global ranks that have no say, since theirs is not finite
+
+    def only(self, wanted: Callable[[str], bool]) -> Agreed:
+        """Return the same, of some tensors by name."""
+        parts = [(name, tensor) for name, tensor in self.bound.parts if wanted(name)]
+        return replace(self, bound=replace(self.bound, parts=parts, jobs=None))
+
+
+class Averager:
+    """Averages tensors over one group, as often as asked.
+
+    ``agreements`` are further lines that must be equal on all ranks, such as the schedule.
+    What is remembered from sync to sync is in ``kept``; a lossy reducer is then given differences
+    to the last sync's result, and costs a copy of it.
+    ``on_nonfinite`` is for infinities and NaN in what is neither a buffer nor optimizer state.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        *,
+        reducer: Reducer | None = None,
+        agreements: Sequence[str] = (),
+        window_bytes: int = WINDOW_BYTES,
+        kept: Kept | None = None,
+        on_nonfinite: NonFinite = NonFinite.PASS,
+    ) -> None:
+        check_instance("peers", peers, Peers, "a level's, such as topology.peers('host')")
+        self.peers = peers
+        self._window_bytes = window_bytes
+        if reducer is not None:
+            check_reducer("reducer", reducer)
+        self.reducer: Reducer = Mean() if reducer is None else reducer
+        check_suits_parameters(self.reducer)
+        if self.reducer.leaves_apart and kept is None:
+            raise ValueError(
+                f"{self.reducer} sends differences to what all replicas had after the last sync, "
+                "and here is nobody who remembers it; use an averager or attach, or Int8() here"
+            )
+        self._policy = policy_of(self.reducer, on_nonfinite)
+        own = (f"reducer {self.reducer!r}", f"weights {peers.weights}", str(self._policy))
+        self._agreements = (*agreements, *own)
+        self._shards: dict[str, tuple[Holders, Peers]] = {}
+        self._introduced = False  # whether the reducer has seen the tensors
+        self._bound: Bound | None = None  # what was averaged last
+        # How the ranks of a host divide what they have in common; None: each averages all of it.
+        self._division: Division | None = None
+        self._kept = Kept() if kept is None else kept
+        self._sends_differences = self.reducer.lossy and kept is not None
+
+    @property
+    def only_finite(self) -> bool:
+        """Whether infinities and NaN are refused, in all but what always travels exactly."""
+        return self._policy is NonFinite.RAISE
+
+    def agree(self, parts: Parts, progress: Progress | None = None, *, look: bool = True) -> Agreed:
+        """Compare what the ranks are about to average; all return or all raise.
+
+        A rank whose tensors cannot be averaged says so to the others before it raises. Without
+        ``look`` values do not matter: nothing is averaged yet.
+        """
+        at = Progress() if progress is None else progress
+        refusal: ValueError | TypeError | None = None
+        bad, sample = "", b""
+        try:
+            bound = self._bind(parts)
+            statement = bound.statement(self._lines())
+            bad = self._first_nonfinite(bound) if look else ""
+            sample = at.sample or self.sample(bound.parts, at.step)
+        except (ValueError, TypeError) as error:
+            refusal = error
+            statement = Statement((*self._agreements, f"an error: {error}"))
+        peers = self.peers.during(Phase("agreeing what to average", step=at.step))
+        headers = agree(peers, statement, replace(at, finite=at.finite and not bad, sample=sample))
+        if refusal is not None:
+            raise refusal
+        skipped = () if all(h.finite for h in headers) else self._skipped(headers, bad, parts.means)
+        if self._introduce(parts.means):
+            bound = self._bind(parts)  # the reducer may have moved them
+        return Agreed(bound, headers, at.step, parts.firsts, skipped)
+
+    def _bind(self, parts: Parts) -> Bound:
+        """Return what was made for these tensors before, or make it."""
+        if self._bound is None or not self._bound.holds(parts.means, parts.largest):
+            bound = Bound.of(parts.means, parts.largest)
+            self._check_device(parts.means[0][1].device)
+            self._bound = bound
+        return self._bound
+
+    def _lines(self) -> tuple[str, ...]:
+        """Return what must be equal on all ranks besides the tensors."""
+        kept = self._kept.describe(self.reducer)
+        return (*self._agreements, f"a reducer that keeps {kept}") if kept else self._agreements
+
+    def _introduce(self, named: Sequence[Named]) -> bool:
+        """Show the tensors to the reducer at the first call; return whether this was it."""
+        if self._introduced:
+            return False
+        self._introduced = True
+        self._kept.begin(self.reducer.init(named, self.peers))
+        if not any(shard_key(tensor) for _, tensor in named):  # shards differ inside a host
+            self._division = self.reducer.divide(self.peers)
+            if self._division is not None and named:
+                self._division.prepare(named[0][1].device)
+        if self._bound is not None:  # how it is divided is known only now
+            self._bound.jobs = self._bound.batches = None
+        return True
+
+    def _first_nonfinite(self, bound: Bound) -> str:
+        """Return where the first infinity or NaN is, in what this rank averages itself.
+
+        Where ranks that have some are skipped, in all: those of a host must find the same.
+        """
+        if self._policy is NonFinite.PASS or self.peers.size == 1:
+            return ""
+        if bound.batches is None:
+            skips = self._policy is NonFinite.SKIP
+            looked_at = bound.parts if skips else self.share(bound.parts)
+            bound.batches = batches(compressible(looked_at))
+        return first_nonfinite(bound.batches, encoded=compresses(self.reducer))
+
+    @torch.no_grad()
+    def start(self, agreed: Agreed, *, hand_round: bool = True) -> Averaging:
+        """Launch the mean of what was agreed, and the maximum of its counters.
+
+        Without ``hand_round`` that is left to the caller: what this host's other ranks average.
+        """
+        if self._division is not None:
+            self._check_hosts(agreed)
+
+        def afterwards() -> Traffic:
+            traffic = Traffic()
+            if hand_round:
+                traffic.add(self.hand_round(agreed.bound.parts, agreed.step))
+            if agreed.firsts is not None:
+                traffic.add(self.broadcast(agreed.firsts, agreed.skipped))
+            return traffic
+
+        jobs, largest = self._jobs(agreed), (agreed.bound.counters, self.peers)
+        sender, step = self._sender(jobs), agreed.step
+        return Averaging(jobs, sender, largest=largest, step=step, afterwards=afterwards)
+
+    def average(
+        self, named: Sequence[Named], counters: Sequence[Named] = (), *, step: int = 0
+    ) -> Traffic:
+        """Agree, start and finish."""
+        return self.average_parts(Parts(list(named), list(counters)), Progress(step))
+
+    def average_parts(self, parts: Parts, progress: Progress) -> Traffic:
+        """Do the same, and hand round what the first rank has of the rest."""
+        return self.start(self.agree(parts, progress)).finish()
+
+    def share(self, parts: list[Named]) -> list[Named]:
+        """Return what of this rank's memory it averages itself.
+
+        Divided are parameters, which the ranks of a host have in common, and not buffers.
+        """
+        if self._division is None:
+            return parts
+        return [*self._division.share(compressible(parts)), *only_exact(parts)]
+
+    def hand_round(self, parts: Sequence[Named], step: int) -> Traffic:
+        """Take from this host's other ranks what they have averaged; collective there."""
+        if self._division is None:
+            return Traffic()
+        return self._division.hand_round(compressible(parts), step)
+
+    def sample(self, parts: Sequence[Named], step: int) -> bytes:
+        """Return a mark of some values, by which ranks that should hold the same can tell."""
+        return b"" if self._division is None else sampled(compressible(parts), step)
+
+    @torch.no_grad()
+    def broadcast(self, named: Sequence[Named], skipped: Sequence[int] = ()) -> Traffic:
+        """Give every rank the values of the first that is not skipped; any dtype will do."""
+        agreed = self._agree_on(named, "agreeing what to broadcast")
+        jobs: list[Job] = []
+        for key, group in _by_shard(agreed).items():
+            peers = self._shard(key)[1].muted(skipped)
+            jobs += jobs_of(windows(group, self._window_size(peers)), peers, key)
+        return Averaging(jobs, Direct(First())).finish()
+
+    @torch.no_grad()
+    def prepare(self, named: Sequence[Named], *, common: bool) -> None:
+        """Make the process groups that tensors and reducer need; all ranks must call this.
+
+        ``common``: all ranks hold the same values, from which differences are then taken.
+        """
+        self._introduce(named)
+        jobs = self._jobs(Agreed(Bound.of(named, ()), [], 0))
+        if common and self._sends_differences:
+            remember(self._kept.references, jobs)
+
+    @torch.no_grad()
+    def compare(self, named: Sequence[Named]) -> None:
+        """Raise ``RankMismatch`` on every rank unless all hold the same values."""
+        phase = Phase("comparing replicas")
+        for key, group in _by_shard(self._agree_on(named, "agreeing what to compare")).items():
+            _, peers = self._shard(key)
+            agree(peers.during(phase), Statement(tuple(fingerprints(group))))
+
+    def _agree_on(self, named: Sequence[Named], verb: str) -> Agreed:
+        """Compare names, shapes and dtypes, whatever they are."""
+        parts = memory(named)
+        kept = {name for name, _ in parts}
+        told = state([(name, t) for name, t in named if name in kept], *self._agreements)
+        headers = agree(self.peers.during(Phase(verb)), told)
+        keys = {name: shard_key(tensor) for name, tensor in named}
+        return Agreed(Bound([], [], [], parts, keys, told.lines), headers, 0)
+
+    def _check_device(self, device: torch.device) -> None:
+        if self.peers.size > 1 and self.peers.device_for(device) != device:
+            raise ValueError(
+                f"the process group cannot move tensors on {device}; give one whose backend can, "
+                "such as init_process_group('cpu:gloo,cuda:nccl')"
+            )
+
+    def _check_hosts(self, agreed: Agreed) -> None:
+        """Raise on all ranks if those of a host do not hold the same; headers have samples."""
+        assert self._division is not None
+        headers = agreed.headers
+        if not any(header.sample.strip(b"\0") for header in headers):  # nobody knew of hosts yet
+            phase = Phase("comparing the ranks of hosts", step=agreed.step)
+            told = Progress(agreed.step, sample=self.sample(agreed.bound.parts, agreed.step))
+            headers = agree(self.peers.during(phase), Statement(()), told)
+        self._division.check(self.peers, headers)
+
+    def _jobs(self, agreed: Agreed) -> list[Job]:
+        if agreed.bound.jobs is not None and not agreed.skipped:
+            return agreed.bound.jobs
+        jobs: list[Job] = []
+        for key, group in _by_shard(agreed).items():
+            holders, peers = self._shard(key)
+            if key and not holders.can_average:
+                raise ValueError(
+                    f"level {self.peers.level!r} (ranks {list(self.peers.global_ranks)}) must hold "
+                    f"every shard on several ranks, got {holders.by_shard}; a level inside the "
+                    "shard mesh cannot average: choose one that spans whole meshes"
+                )
+            muted = replace(peers.muted(agreed.skipped), checked=True)
+            jobs += self._jobs_of_shard(key, group, muted)
+        if not agreed.skipped:
+            agreed.bound.jobs = jobs
+        return jobs
+
+    def _jobs_of_shard(self, key: str, group: list[Named], peers: Peers) -> list[Job]:
+        lossy, size = self.reducer.lossy, self._window_size(peers)
+        # With the weights that the peers have now.
+        division = None if self._division is None else self.reducer.divide(peers)
+        if division is None and not lossy:
+            return jobs_of(windows(group, size), peers, key)
+        by = Mean() if lossy or division is None else division.undivided
+        exact = jobs_of(windows(only_exact(group), size), peers, key, by=by)
+        rest = compressible(group)
+        if division is None:
+            self.reducer.check_replicas(peers)
+        else:
+            rest, peers = division.share(rest), division.across
+            size = self._window_size(peers)
+        # Differences are copies in any case, so large pieces may share a window too.
+        own = size if lossy else OWN_WINDOW_BYTES
+        return [*jobs_of(windows(rest, size, own), peers, key), *exact]
+
+    def _window_size(self, peers: Peers) -> int:
+        # Windows show in what a lossy reducer does, and the way that bytes travel must not.
+        most = self._window_bytes if self.reducer.lossy else links.window_bytes(peers)
+        return min(self._window_bytes, most)
+
+    def _sender(self, jobs: Sequence[Job]) -> Sender:
+        reducer = self.reducer if self._division is None else self._division.reducer
+        if not self._sends_differences:
+            return Direct(reducer, self._kept.state)
+        self._kept.references.follow(jobs)
+        return Differences(reducer, self._kept.references, self._kept.state)
+
+    def _skipped(
+        self, headers: Sequence[Header], bad: str, named: Sequence[Named]
+    ) -> tuple[int, ...]:
+        """Return the ranks that have no say in this sync; raise on all ranks if that cannot be."""
+        pairs = zip(self.peers.global_ranks, headers, strict=True)
+        ranks = tuple(rank for rank, header in pairs if not header.finite)
+        peers = self.peers.during(Phase("telling what is not finite"))
+        if self._policy is NonFinite.SKIP:
+            ranks = whole_replicas(peers, ranks, named)
+            if len(ranks) < self.peers.size:
+                return ranks
+        raise not_finite(peers, whole_name(bad), self.reducer)
+
+    def _shard(self, key: str) -> tuple[Holders, Peers]:
+        """Return who of this group holds the same shard; the first call is collective."""
+        if key == "":
+            whole = self.peers.global_ranks
+            return Holders({"": whole}, whole), self.peers
+        if key not in self._shards:
+            holders = holders_of(self.peers, key)
+            self._shards[key] = (holders, _among(self.peers, holders.mine))
+        return self._shards[key]
+
+
+def _by_shard(agreed: Agreed) -> dict[str, list[Named]]:
+    """Group the parts by the shard that this rank holds of them; empty parts count."""
+    groups: dict[str, list[Named]] = {}
+    for name, local in agreed.bound.parts:
+        groups.setdefault(agreed.bound.shard_keys[name], []).append((name, local))
+    return groups
+
+
+def _among(peers: Peers, ranks: tuple[int, ...]) -> Peers:
+    """Return the peers among ``ranks``, with a process group made for them once."""
+    if ranks == peers.global_ranks:
+        return peers
+    weights = peers.weights
+    if weights is not None:
+        weights = tuple(weights[peers.global_ranks.index(rank)] for rank in ranks)
+    group = peers.group.subgroup(ranks, peers.timeout)
+    return Peers(group, peers.level, weights, peers.timeout)

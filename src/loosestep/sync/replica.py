@@ -1,0 +1,295 @@
+"""What takes part in averages: everything that a rank holds, or of a sharded optimizer its shard.
+
+A ``Replica`` is averaged as a whole. A ``ShardedReplica`` has an optimizer that is sharded: the
+ranks of its group hold the same parameters and own a part of them each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from loosestep.comm.agreement import Progress, in_common
+from loosestep.comm.peers import Peers, Phase
+from loosestep.comm.reducers import Reducer
+from loosestep.comm.tensors import Named, unique
+from loosestep.errors import NotAttachable, choose
+from loosestep.strategy.policies import Buffers, OptimizerState
+from loosestep.strategy.strategy import Strategy
+from loosestep.strategy.topology import Topology
+from loosestep.sync.averager import Agreed, Averager
+from loosestep.sync.connected import ConnectedTopology
+from loosestep.sync.parts import Parts, buffers_of, optimizer_state_of, split_floats
+from loosestep.telemetry.traffic import Traffic
+
+if TYPE_CHECKING:
+    from loosestep.sharding.optimizer import ZeroRedundancyOptimizer
+
+State = tuple[list[Named], list[Named]]  # tensors of an optimizer that have a mean, and counters
+
+
+class AveragerOf(Protocol):
+    """Returns what averages on a level, of an engine."""
+
+    def __call__(
+        self, level: str, peers: Peers | None = None, reducer: Reducer | None = None
+    ) -> Averager:
+        """Return it; where it is not of the usual kind, with whom and how."""
+
+
+class Replica:
+    """Parameters on one rank, a module's buffers and an optimizer's state.
+
+    ``parameters`` returns all there are now, each once, frozen ones too.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Iterable[Named]],
+        module: torch.nn.Module | None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        buffers: Buffers = Buffers.MEAN,
+        optimizer_state: OptimizerState = OptimizerState.KEEP,
+    ) -> None:
+        self._all_parameters, self._module, self._optimizer = parameters, module, optimizer
+        self._buffers, self._optimizer_state = buffers, optimizer_state
+
+    def weights(self) -> Parts:
+        """Return what a sync changes beside the optimizer's state."""
+        parameters, buffers = self._parameters(), self._module_buffers()
+        if self._buffers is Buffers.MEAN:
+            floats, counters = split_floats(buffers)
+            return Parts([*parameters, *floats], counters)
+        asked = self._buffers is Buffers.BROADCAST and self._module is not None
+        return Parts(parameters, firsts=buffers if asked else None)
+
+    def parts(self, peers: Peers) -> Parts:
+        """Return what a sync changes now; all of ``peers`` must ask together."""
+        parts = self.weights()
+        if self._optimizer_state is not OptimizerState.AVERAGE:
+            return parts
+        shaped, steps = self._state(peers)
+        return replace(parts, means=[*parts.means, *shaped], largest=[*parts.largest, *steps])
+
+    def average(
+        self, agreed: Agreed, averager: Averager, averager_of: AveragerOf, *, stateful: bool = True
+    ) -> Traffic:
+        """Average what was agreed, which holds the optimizer's state if that takes part."""
+        return averager.start(agreed).finish()
+
+    def prepare(self, averager: Averager, averager_of: AveragerOf, *, common: bool) -> None:
+        """Make what averages of a level need; ``common``: all replicas are equal."""
+        averager.prepare(self.weights().means, common=common)
+
+    def everything(self) -> list[Named]:
+        """Return all parameters and buffers, also those that no sync changes."""
+        return [*self._all_parameters(), *self._module_buffers()]
+
+    def touched(self) -> list[torch.Tensor]:
+        """Return every tensor of the model that averaging may change."""
+        named = [*self.weights().everything, *self._module_buffers()]
+        return [tensor for _, tensor in unique(named)]
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """Return everything that a sync may ever change, frozen parameters too."""
+        if self._optimizer is None:
+            return dict(self.everything())
+        names = {parameter: name for name, parameter in self._all_parameters()}
+        shaped, steps = optimizer_state_of(self._optimizer, names)
+        return dict([*self.everything(), *shaped, *steps])
+
+    def forget_state(self) -> None:
+        """Drop the optimizer's state, if a sync is to reset it."""
+        if self._optimizer_state is OptimizerState.RESET and self._optimizer is not None:
+            for parameter in self._names():
+                self._optimizer.state.pop(parameter, None)
+
+    def _parameters(self) -> list[Named]:
+        return [(name, p) for name, p in self._all_parameters() if p.requires_grad]
+
+    def _module_buffers(self) -> list[Named]:
+        return [] if self._module is None else buffers_of(self._module)
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        """Return what the optimizer's state is kept by, with names."""
+        return {parameter: name for name, parameter in self._parameters()}
+
+    def _state(self, peers: Peers) -> State:
+        """Return the optimizer's state that a sync averages; all of ``peers`` must ask together.
+
+        A rank whose batches have not used a parameter (an expert, say) has no state for it yet.
+        What it would start from is known to the optimizer only, so such state is left out.
+        """
+        if self._optimizer is None or self._optimizer_state is not OptimizerState.AVERAGE:
+            return [], []
+        shaped, steps = optimizer_state_of(self._optimizer, self._names())
+        peers = peers.during(Phase("agreeing which optimizer state to average"))
+        common = {name for name, _ in in_common(peers, [*shaped, *steps])}
+        return [s for s in shaped if s[0] in common], [s for s in steps if s[0] in common]
+
+
+def replica_of(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
+) -> Replica:
+    """Return a model and its optimizer as what takes part, by a strategy's policies."""
+    return Replica(
+        model.named_parameters,
+        model,
+        optimizer,
+        buffers=choose(Buffers, strategy.buffers),
+        optimizer_state=choose(OptimizerState, strategy.optimizer_state),
+    )
+
+
+class ShardedReplica(Replica):
+    """A replica that averages only its shard with other groups, and gathers inside its own.
+
+    The ranks of a group hold the same parameters, so this is the mean over all ranks, and what
+    leaves a host is one copy of the model.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        zero: ZeroRedundancyOptimizer,
+        strategy: Strategy,
+        topology: ConnectedTopology,
+    ) -> None:
+        buffers = choose(Buffers, strategy.buffers)
+        state = choose(OptimizerState, strategy.optimizer_state)
+        super().__init__(
+            model.named_parameters, model, zero, buffers=buffers, optimizer_state=state
+        )
+        self._strategy, self._topology = strategy, topology
+        if strategy.overlap_steps:
+            raise NotAttachable(
+                f"overlap_steps={strategy.overlap_steps} needs an optimizer that is not sharded: "
+                "its ranks step parts of the parameters that an average under way would change on "
+                "all of them at once; give overlap_steps=0"
+            )
+        self.zero = zero
+        self._group = _level_of(zero, topology)
+        _check_owned(model, zero)
+        self._check_gradient_levels()
+        if topology.timeout is not None:
+            zero.limit_waits(topology.timeout)
+
+    def meet(self) -> None:
+        """Make the groups of those that own the same shard elsewhere; collective."""
+        schedule = self._strategy.schedule
+        averaged = schedule.parameter_levels() or {self._topology.widest}
+        for level in self._topology.levels:
+            if level in schedule.gradient_levels() | averaged:
+                self.across(level)
+        _ = self.zero.wire  # compares what is sharded, and makes its groups
+
+    def across(self, level: str) -> Peers:
+        """Return those at this rank's place in the other groups of a level."""
+        me, group = self.zero.shards.group_rank, self._topology.members(self._group)
+        if set(self._topology.members(level)) <= set(group):
+            return self._topology.subset(level, (group[me],))
+        peers = self._topology.peers(level, within=self._group)
+        weights = self._topology.weights
+        if weights is None:
+            return peers
+        # A rank there stands for its whole group, which holds the same parameters.
+        members = [self._topology.members(self._group, rank) for rank in peers.global_ranks]
+        return replace(peers, weights=tuple(sum(weights[r] for r in group) for group in members))
+
+    def group_weights(self) -> tuple[float, ...] | None:
+        """Return the weights of the ranks that share gradients with this one."""
+        weights = self._topology.weights
+        members = self._topology.members(self._group)
+        return None if weights is None else tuple(weights[rank] for rank in members)
+
+    def parts(self, peers: Peers) -> Parts:
+        """Return what a sync changes, but for the optimizer's state, which has its shards' shape.
+
+        That is compared with those that own the same shard only.
+        """
+        return self.weights()
+
+    def average(
+        self, agreed: Agreed, averager: Averager, averager_of: AveragerOf, *, stateful: bool = True
+    ) -> Traffic:
+        """Average buffers over the level, shards with those that own the same; then gather."""
+        names = {name for name, _ in self._parameters()}
+        rest = agreed.only(lambda name: name not in names)
+        traffic = averager.start(rest).finish()
+        peers = self.across(averager.peers.level)
+        if peers.size == 1:
+            return traffic
+        if shards := self._shards():  # a rank may own nothing, and then so do its peers
+            across, me = self._across(peers, averager.peers.level, averager_of), peers.global_ranks
+            shaped, steps = self._state(across.peers) if stateful else ([], [])
+            # A group that holds an infinity somewhere is skipped in all shards, as in the rest.
+            finite = me[peers.group_rank] not in agreed.skipped
+            progress = Progress(agreed.step, finite=finite)
+            traffic.add(across.average_parts(Parts([*shards, *shaped], steps), progress))
+        stepped = [p for p in self.zero.parameters if p.requires_grad]
+        self.zero.wire.start_gather(stepped).wait()
+        traffic.add(self.zero.wire.take_moved())
+        return traffic
+
+    def prepare(self, averager: Averager, averager_of: AveragerOf, *, common: bool) -> None:
+        """Make what averages of buffers and of shards need."""
+        names, shards = {name for name, _ in self._parameters()}, self._shards()
+        rest = [(name, tensor) for name, tensor in self.weights().means if name not in names]
+        averager.prepare(rest, common=common)
+        peers = self.across(averager.peers.level)
+        if peers.size > 1 and shards:
+            self._across(peers, averager.peers.level, averager_of).prepare(shards, common=common)
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        self.zero.shards.follow()
+        shards = self.zero.shards.of
+        return {shards[p]: name for name, p in self._parameters() if p in shards}
+
+    def _across(self, peers: Peers, level: str, averager_of: AveragerOf) -> Averager:
+        name = f"across {level}"  # so that what is kept of shards is told apart from the rest
+        return averager_of(name, replace(peers, level=name), self._between_groups())
+
+    def _between_groups(self) -> Reducer:
+        """Return the reducer for one rank of every group: a host has fewer of them."""
+        size = len(self._topology.members(self._group))
+        return self._strategy.reducer.among_groups(size)
+
+    def _shards(self) -> list[Named]:
+        return [(name, shard) for shard, name in self._names().items()]
+
+    def _check_gradient_levels(self) -> None:
+        group = set(self._topology.members(self._group))
+        for level in sorted(self._strategy.schedule.gradient_levels()):
+            if not group <= set(self._topology.members(level)):
+                raise NotAttachable(
+                    f"gradient level {level!r} (ranks {list(self._topology.members(level))}) is "
+                    f"narrower than the optimizer's group (ranks {sorted(group)}), whose ranks all "
+                    "need the gradients of what they own; share them on a level that holds it"
+                )
+
+
+def _level_of(zero: ZeroRedundancyOptimizer, topology: Topology) -> str:
+    """Return the level whose groups shard an optimizer each."""
+    ranks = tuple(sorted(torch.distributed.get_process_group_ranks(zero.process_group)))
+    for level in topology.levels:
+        if topology.members(level) == ranks:
+            return level
+    raise NotAttachable(
+        f"the optimizer is sharded over ranks {list(ranks)}, which is none of this rank's groups: "
+        f"{ {level: list(topology.members(level)) for level in topology.levels} }; give it "
+        "process_group=topology.process_group('host') or another level's"
+    )
+
+
+def _check_owned(model: torch.nn.Module, zero: ZeroRedundancyOptimizer) -> None:
+    owned = set(zero.parameters)
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and p not in owned]
+    if missing:
+        raise NotAttachable(
+            f"the optimizer does not have {missing[:3]} ({len(missing)} in all), whose gradients "
+            "nobody would own; give it all trained parameters, or freeze these"
+        )

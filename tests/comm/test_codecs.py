@@ -1,0 +1,253 @@
+"""Codecs by themselves: C and torch agree to the bit, and errors stay within their bounds."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loosestep.comm.codecs import in_c as codec_c
+from loosestep.comm.codecs import in_torch as codec_torch
+from loosestep.comm.codecs.all_codecs import CODECS, codec
+from loosestep.comm.codecs.blocks import Blocks
+from loosestep.comm.codecs.codec import Codec, Loops
+from loosestep.comm.codecs.largest import Largest
+from loosestep.comm.codecs.narrow import Narrow
+from loosestep.comm.codecs.rounding import Draw, draw_of, key_of, uniform
+from tests.support.codecs import LARGEST, SPECIAL, floats, same_bits
+
+pytestmark = pytest.mark.fast
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Codec, Codec]:
+    """Draw a codec in C and its twin in torch."""
+    if draw(st.booleans()):
+        density = draw(st.sampled_from([0.001, 0.01, 0.3, 0.999, 1.0]))
+        return Largest(density, loops=Loops.C), Largest(density, loops=Loops.TORCH)
+    bits = draw(st.sampled_from([8, 4, 2, 1.6]))
+    block = draw(st.sampled_from([1, 2, 3, 5, 64, 100, 256, 1000, 4096]))
+    return Blocks(bits, block, loops=Loops.C), Blocks(bits, block, loops=Loops.TORCH)
+
+
+DRAWS = st.one_of(st.none(), st.integers(0, 1000).map(draw_of))
+
+
+def message(codec: Codec, values: torch.Tensor, draw: Draw | None = None) -> torch.Tensor:
+    room = torch.full((codec.nbytes(values.numel()),), 77, dtype=torch.uint8)
+    codec.encode(values, room, draw)
+    return room
+
+
+def decoded(codec: Codec, sent: torch.Tensor, numel: int) -> torch.Tensor:
+    out = torch.full((numel,), math.nan)
+    codec.decode(sent, numel, out)
+    return out
+
+
+def through(codec: Codec, values: torch.Tensor, draw: Draw | None = None) -> torch.Tensor:
+    return decoded(codec, message(codec, values, draw), values.numel())
+
+
+def test_there_is_a_compiler_here() -> None:
+    """Otherwise all comparisons below compare torch with itself."""
+    assert codec_c.available(torch.empty(1))
+
+
+@given(values=floats(), pair=pairs(), draw=DRAWS, share=st.sampled_from([0.5, 1 / 3, 0.3, -1.0]))
+def test_c_and_torch_give_the_same_bits(
+    values: torch.Tensor, pair: tuple[Codec, Codec], draw: Draw | None, share: float
+) -> None:
+    """Messages, values, sums and samples are equal, and nothing finite becomes infinite."""
+    share = float(torch.tensor(share))
+    in_c, in_torch = pair
+    sent = message(in_c, values, draw)
+    assert torch.equal(sent, message(in_torch, values, draw))
+    there = decoded(in_c, sent, values.numel())
+    assert same_bits(there, decoded(in_torch, sent, values.numel()))
+    assert bool(there.isfinite().all())
+    sums = [torch.linspace(-1, 1, values.numel()) for _ in pair]
+    for one, total in zip(pair, sums, strict=True):
+        one.add(sent, total, share)
+    assert same_bits(*sums)
+    front = in_c.sample(values.numel())
+    for one in pair:
+        part = torch.full((front,), math.nan)
+        one.decode(sent, values.numel(), part)
+        assert torch.equal(part, there[:front])
+
+
+@given(values=floats(), block=st.sampled_from([1, 7, 256]), bits=st.sampled_from([8, 4]))
+def test_steps_are_half_a_step_off_at_most(values: torch.Tensor, block: int, bits: int) -> None:
+    """With a block's largest magnitude a: |error| <= a / 254 (or 14), or 2^-127; zeros stay."""
+    result = through(Blocks(bits, block), values)
+    most = (1 << (bits - 1)) - 1
+    for lot, back in zip(values.split(block), result.split(block), strict=True):
+        absmax = float(lot.abs().max()) if lot.numel() else 0.0
+        bound = max(absmax / most / 2 * (1 + 1e-5), 2.0**-127)
+        assert float((lot.double() - back.double()).abs().max()) <= bound if lot.numel() else True
+        assert bool((back[lot == 0] == 0).all())
+
+
+@given(values=floats(), block=st.sampled_from([7, 256]), key=st.integers(0, 100))
+def test_chance_is_less_than_a_step_off(values: torch.Tensor, block: int, key: int) -> None:
+    """Stochastic rounding takes one of the two neighbours."""
+    result = through(Blocks(8, block), values, draw_of(key))
+    for lot, back in zip(values.split(block), result.split(block), strict=True):
+        bound = max(float(lot.abs().max()) / 127 * (1 + 1e-4), 2.0**-126) if lot.numel() else 0.0
+        assert bool(((lot.double() - back.double()).abs() <= bound).all())
+
+
+def test_int8_by_hand() -> None:
+    """The largest magnitude 12.7 makes steps of 0.1: 0.25 is 2.5 steps, even 2; 0.34 is 3."""
+    result = through(Blocks(8), torch.tensor([12.7, 0.25, 0.34, -0.36, 0.0]))
+    expected = torch.tensor([12.7, 0.2, 0.3, -0.4, 0.0])
+    assert torch.allclose(result, expected, rtol=1e-6)
+    sent = message(Blocks(8), torch.tensor([127.0, 2.5, -3.5, 0.0]))
+    assert sent[:4].view(torch.float32).item() == 1.0
+    assert sent[4:].tolist() == [255, 130, 124, 128]  # 128 is zero: 127, 2, -4, 0
+
+
+def test_int4_by_hand() -> None:
+    """Steps of 1; five codes + 8 in three bytes, a plane of three and a plane of two."""
+    sent = message(Blocks(4), torch.tensor([7.0, -7.0, 0.0, 2.5, -1.2]))
+    assert sent[:4].view(torch.float32).item() == 1.0
+    # codes 15, 1, 8 | 10, 7, and 8 to fill up
+    assert sent[4:].tolist() == [15 + 16 * 10, 1 + 16 * 7, 8 + 16 * 8]
+
+
+def test_int2_by_hand() -> None:
+    """3, -3, 1, -1: rms sqrt(5); above 0.98 rms is 1.51 rms, below it 0.4528 rms."""
+    rms = math.sqrt(5)
+    result = through(Blocks(2), torch.tensor([3.0, -3.0, 1.0, -1.0]))
+    expected = torch.tensor([1.51, -1.51, 0.4528, -0.4528]) * rms
+    assert torch.allclose(result, expected, rtol=1e-6)
+    assert through(Blocks(2), torch.zeros(300)).eq(0).all()
+
+
+def test_borders_are_the_same_in_c_and_torch() -> None:
+    """4000 values close to 0.9816 of an rms that the other 96 make 1."""
+    near = torch.linspace(0.975, 0.99, 4000)
+    rest = math.sqrt((4096 - float(near.double().square().sum())) / 96)
+    values = torch.cat([near, torch.full((96,), rest)])
+    pair = [Blocks(2, 4096, loops=loops) for loops in (Loops.C, Loops.TORCH)]
+    assert torch.equal(*(message(one, values) for one in pair))
+    border = float(near[through(pair[0], values)[:4000] > 1].min())
+    assert border == pytest.approx(0.9816, abs=1e-5)
+
+
+def test_int2_is_as_good_as_two_bits_can_be() -> None:
+    """Max (1960): the squared error of a Gaussian in four levels is 0.1175 of its variance."""
+    values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
+    error = (through(Blocks(2), values) - values).square().mean()
+    assert float(error) == pytest.approx(0.1175, rel=0.02)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_chance_has_no_bias(bits: int) -> None:
+    """The mean of many stochastic roundings is the value, as far as levels reach."""
+    values = torch.linspace(-1.0, 1.0, 256)
+    total = torch.zeros(256, dtype=torch.float64)
+    for call in range(4000):
+        total += through(Blocks(bits), values, draw_of("bias", call))
+    rms = float(values.square().mean().sqrt())
+    reach = 1.51 * rms if bits == 2 else 1.0
+    clipped = values.clamp(-reach, reach)
+    step = {8: 1 / 127, 4: 1 / 7, 2: 1.06 * rms}[bits]
+    # A Bernoulli step has a deviation of at most step / 2; five deviations of the mean.
+    assert float((total / 4000 - clipped).abs().max()) < 5 * step / 2 / math.sqrt(4000)
+
+
+def test_chances_are_uniform_and_differ() -> None:
+    """Sixteen bins fill evenly, and two keys give unrelated numbers."""
+    cpu = torch.device("cpu")
+    one, two = (uniform(1 << 16, key_of(draw_of(k), cpu)) for k in ("a", "b"))
+    counts = torch.histc(one, 16, 0.0, 1.0)
+    assert float(((counts - 4096).square() / 4096).sum()) < 40  # chi squared, 15 degrees: p 0.0005
+    assert abs(float(torch.corrcoef(torch.stack([one, two]))[0, 1])) < 0.02
+
+
+@given(values=floats(), density=st.sampled_from([0.01, 0.1, 0.5, 1.0]))
+def test_the_largest_are_kept_exactly(values: torch.Tensor, density: float) -> None:
+    """The first k of a stable sort by magnitude come through; everything else is zero."""
+    numel = values.numel()
+    wanted = math.ceil(Fraction(str(density)) * numel)
+    order = sorted(range(numel), key=lambda i: (-abs(float(values[i])), i))[:wanted]
+    expected = torch.zeros(numel)
+    expected[order] = values[order]
+    assert torch.equal(through(Largest(density), values), expected)
+
+
+def test_density_is_meant_as_it_is_written() -> None:
+    """0.1 of 30 is 3, though 0.1 * 30 is more than 3 in floats; one of few is one."""
+    assert Largest(0.1).wanted(30) == 3
+    assert Largest(0.001).wanted(5) == 1
+    assert Largest(0.5).wanted(0) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@given(values=floats())
+def test_narrow_values(dtype: torch.dtype, values: torch.Tensor) -> None:
+    """A cast is torch's own, but what is too large becomes the largest."""
+    limit = torch.finfo(dtype).max
+    expected = values.clamp(-limit, limit).to(dtype).float()
+    assert torch.equal(through(Narrow(dtype), values), expected)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_sizes(name: str) -> None:
+    """A message takes the bytes that it is said to, for every size."""
+    one = codec(name)
+    per_value = {"int8": 260 / 256, "int4": 132 / 256, "int2": 68 / 256, "top 1 %": 0.08}
+    per_value["ternary"] = 56 / 256  # 52 bytes for the codes of a block
+    assert one.nbytes(0) == 0
+    assert one.nbytes(25600) == round(25600 * per_value.get(name, 2.0))
+    for numel in range(0, 600, 7):
+        values = torch.ones(numel)
+        assert bool(through(one, values).isfinite().all())
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("place", [0, 7, 8, 31, 999])
+def test_what_is_not_finite_is_found(bad: float, place: int) -> None:
+    """At any place, in C and in torch; the largest float is finite."""
+    values = torch.full((1000,), LARGEST)
+    assert codec_c.all_finite(values)
+    assert codec_torch.all_finite(values)
+    values[place] = bad
+    assert not codec_c.all_finite(values)
+    assert not codec_torch.all_finite(values)
+
+
+@pytest.mark.parametrize("block", [0, -1, 4097])
+def test_blocks_have_a_size(block: int) -> None:
+    """The error says the rule, the value and a way out."""
+    with pytest.raises(ValueError, match=f"1..4096, got {block}; 256"):
+        Blocks(8, block)
+
+
+@pytest.mark.parametrize("density", [0.0, -0.1, 1.5, math.nan])
+def test_density_is_a_share(density: float) -> None:
+    """Nothing, or more than everything, cannot be sent."""
+    with pytest.raises(ValueError, match="density"):
+        Largest(density)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_torch_compile_gives_the_same_bits() -> None:
+    """Slow (some 20 s): what accelerators run is the plain function, compiled."""
+    compiled = torch.compile(codec_torch.encode_blocks, dynamic=False)
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    values[::100] = torch.tensor(SPECIAL[:10])
+    key = key_of(draw_of(1), values.device)
+    # Not 4 bits with a tail: torch 2.13's C++ kernel for that writes beyond its memory (a CPU
+    # never runs it: there the loops in C or plain torch do the work).
+    for one, other in zip(
+        compiled(values, 256, 8, key), codec_torch.encode_blocks(values, 256, 8, key), strict=True
+    ):
+        assert same_bits(one, other)

@@ -1,0 +1,353 @@
+"""Nonsense is refused where it is given, with an error that says what was given."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loosestep import (
+    Clock,
+    HierarchicalModelAverager,
+    JsonLines,
+    NotAttachable,
+    PeriodicModelAverager,
+    PostLocalSGDOptimizer,
+    PostLocalSGDState,
+    Sharding,
+    Strategy,
+    Telemetry,
+    Topology,
+    ZeroOptions,
+    ZeroRedundancyOptimizer,
+    attach,
+    average_,
+    ddp,
+    gradient_hook,
+    hierarchical_sgd,
+    post_local_sgd,
+    schedules,
+    zero,
+)
+from loosestep.reducers import (
+    Cast,
+    ErrorFeedback,
+    Int4,
+    Int8,
+    Mean,
+    Native,
+    ReplicaFeedback,
+    Resident,
+    Scaled,
+    Ternary,
+    TopK,
+    TwoLevel,
+)
+from loosestep.schedules import Due, after, always, every, levels
+from loosestep.sync.averager import Averager
+from loosestep.sync.connected import ConnectedTopology
+from loosestep.testing import RankPool, RecordingReducer
+
+Case = tuple[Callable[..., Any], dict[str, Any]]
+
+# Public constructors that need no process group, with arguments that make sense.
+PURE: dict[str, Case] = {
+    "Topology": (Topology, {"levels": {"world": [[0, 1]]}, "weights": [1, 2], "timeout": 3}),
+    "from_sizes": (
+        Topology.from_sizes,
+        {"sizes": {"host": 1, "world": 2}, "ranks": [0, 1], "weights": None, "timeout": None},
+    ),
+    "from_hosts": (
+        Topology.from_hosts,
+        {"hosts": ["a", "b"], "ranks": [0, 1], "weights": None, "timeout": None},
+    ),
+    "Strategy": (
+        Strategy,
+        {
+            "schedule": every(8),
+            "topology": None,
+            "reducer": Mean(),
+            "buffers": "mean",
+            "optimizer_state": "keep",
+            "initial": "refuse",
+            "sharding": None,
+            "gradient_reducer": None,
+            "overlap_steps": 0,
+        },
+    ),
+    "ddp": (ddp, {"topology": None, "gradient_reducer": None}),
+    "post_local_sgd": (
+        post_local_sgd,
+        {
+            "period": 4,
+            "warmup_steps": 0,
+            "gradients": "host",
+            "topology": None,
+            "reducer": None,
+            "gradient_reducer": None,
+            "overlap_steps": 0,
+        },
+    ),
+    "hierarchical_sgd": (
+        hierarchical_sgd,
+        {
+            "periods": {"world": 4},
+            "warmup_steps": 0,
+            "gradients": None,
+            "topology": None,
+            "reducer": None,
+            "gradient_reducer": None,
+            "overlap_steps": 0,
+        },
+    ),
+    "zero": (
+        zero,
+        {"period": 4, "gradients": None, "stage": 1, "topology": None, "reducer": None},
+    ),
+    "every": (every, {"period": 4, "level": "world", "gradients": None}),
+    "levels": (levels, {"periods": {"world": 4}, "gradients": None}),
+    "always": (always, {"gradients": None, "parameters": None}),
+    "after": (after, {"start": 3, "then": every(4), "before": None}),
+    "Due": (Due, {"gradients": None, "parameters": "world"}),
+    "Clock": (Clock, {"step": 0}),
+    "Native": (Native, {"op": torch.distributed.ReduceOp.SUM}),
+    "Int8": (
+        Int8,
+        {"block": 256, "rounding": "nearest", "seed": 0, "on_nonfinite": "raise"},
+    ),
+    "TopK": (TopK, {"density": 0.1, "on_nonfinite": "raise"}),
+    "Cast": (Cast, {"dtype": torch.bfloat16, "inner": None}),
+    "ErrorFeedback": (ErrorFeedback, {"inner": Int4()}),
+    "ReplicaFeedback": (ReplicaFeedback, {"inner": Int4()}),
+    "Scaled": (Scaled, {"inner": Ternary(), "memory": 0.9}),
+    "TwoLevel": (
+        TwoLevel,
+        {"inner": None, "hosts": "differ", "inside": None, "ranks_per_host": 2},
+    ),
+    "Sharding": (Sharding, {"stage": 1}),
+    "ZeroOptions": (
+        ZeroOptions,
+        {
+            "elementwise": None,
+            "clip_norm": 1.0,
+            "norm_type": 2.0,
+            "scaler": None,
+            "timeout": 1.0,
+        },
+    ),
+    "Telemetry": (Telemetry, {"sinks": []}),
+    "RankPool": (RankPool, {"size": 2}),
+    "RecordingReducer": (RecordingReducer, {"inner": None}),
+}
+
+CLASSES = [Int8, Mean, Topology, Telemetry, torch.nn.Linear, dict]
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=3),
+    st.binary(max_size=3),
+    st.sampled_from([*CLASSES, object(), torch.float32, torch.zeros(2), Mean(), every(3), len]),
+    st.sampled_from(["host", "world", "mean", math.nan, math.inf, -1]),
+)
+NONSENSE = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(
+            st.one_of(st.text(max_size=3), st.integers(), st.none()), inner, max_size=3
+        ),
+    ),
+    max_leaves=4,
+)
+
+
+def makes_sense_or_is_refused(make: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Anything may be returned; only these two errors may be raised."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            make(**arguments)
+    except (ValueError, TypeError):
+        pass
+
+
+@pytest.mark.parametrize("name", PURE)
+@given(data=st.data())
+def test_any_nonsense_is_a_value_or_type_error(name: str, data: st.DataObject) -> None:
+    """Whatever one argument of a constructor is, nothing but these two errors comes of it."""
+    make, sensible = PURE[name]
+    which = data.draw(st.sampled_from(sorted(sensible)))
+    makes_sense_or_is_refused(make, {**sensible, which: data.draw(NONSENSE)})
+
+
+def with_a_process_group(examples: int) -> None:
+    model = torch.nn.Linear(2, 2)
+
+    def optimizer() -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def attached(**arguments: Any) -> None:
+        attach(**arguments).detach()
+
+    averager, connected = PeriodicModelAverager(4), ConnectedTopology(Topology({"world": [[0]]}))
+    options = {
+        "module": None,
+        "clock": None,
+        "reducer": None,
+        "buffers": "mean",
+        "telemetry": None,
+        "timeout": None,
+        "overlap_steps": 0,
+    }
+    cases: dict[str, Case] = {
+        "attach": (
+            attached,
+            {
+                "model": model,
+                "optimizer": optimizer(),
+                "strategy": ddp(),
+                "scaler": None,
+                "telemetry": None,
+                "timeout": None,
+            },
+        ),
+        "periodic": (
+            PeriodicModelAverager,
+            {"period": 4, "warmup_steps": 0, "process_group": None, **options},
+        ),
+        "hierarchical": (
+            HierarchicalModelAverager,
+            {
+                "period_group_size_dict": {4: 1},
+                "warmup_steps": 0,
+                "process_group": None,
+                **options,
+            },
+        ),
+        "state": (
+            PostLocalSGDState,
+            {
+                "process_group": None,
+                "subgroup": None,
+                "start_localSGD_iter": 3,
+                "post_local_gradient_allreduce": False,
+                "clock": Clock(),
+            },
+        ),
+        "post-local optimizer": (
+            PostLocalSGDOptimizer,
+            {"optim": optimizer(), "averager": averager},
+        ),
+        "average_": (
+            average_,
+            {
+                "tensors": [torch.zeros(2)],
+                "group": None,
+                "reducer": None,
+                "weights": None,
+                "timeout": None,
+            },
+        ),
+        "Averager": (Averager, {"peers": connected.peers("world"), "reducer": None}),
+        "gradient_hook": (
+            gradient_hook,
+            {"reducer": Int8(), "process_group": None, "timeout": None},
+        ),
+        "zero optimizer": (
+            ZeroRedundancyOptimizer,
+            {
+                "params": list(model.parameters()),
+                "optimizer_class": torch.optim.SGD,
+                "process_group": None,
+                "zero_options": None,
+                "lr": 0.1,
+            },
+        ),
+    }
+
+    for make, sensible in cases.values():
+        for which in sensible:
+
+            @settings(max_examples=examples, deadline=None)
+            @given(NONSENSE)
+            def one(nonsense: Any) -> None:
+                makes_sense_or_is_refused(make, {**sensible, which: nonsense})  # noqa: B023
+
+            one()
+
+
+def test_any_nonsense_in_a_job_is_a_value_or_type_error(pool: RankPool) -> None:
+    """The same for constructors that need a process group."""
+    pool.run(1, with_a_process_group, settings().max_examples // 5)
+
+
+REFUSED: dict[str, tuple[Callable[[], object], list[str]]] = {
+    "a time-out of 0": (lambda: Topology({"w": [[0]]}, timeout=0), ["timeout", "> 0", "got 0"]),
+    "one below 0": (lambda: ZeroOptions(timeout=-1.0), ["timeout", "-1.0"]),
+    "one of ages": (lambda: Topology({"w": [[0]]}, timeout=1e300), ["timeout", "at most 1000000"]),
+    "one that is none": (lambda: Topology({"w": [[0]]}, timeout=math.nan), ["timeout", "nan"]),
+    "one in words": (lambda: Topology({"w": [[0]]}, timeout="3"), ["timeout", "'3'"]),  # type: ignore[arg-type]
+    "hosts of 0 ranks": (lambda: TwoLevel(ranks_per_host=0), ["ranks_per_host", ">= 1", "got 0"]),
+    "a stage of two numbers": (
+        lambda: Sharding(stage=torch.zeros(2)),  # type: ignore[arg-type]
+        ["stage must be 1", "tensor"],
+    ),
+    "a stage of True": (lambda: zero(stage=True), ["stage must be 1", "True"]),
+    "hosts of True ranks": (lambda: TwoLevel(ranks_per_host=True), ["ranks_per_host", "True"]),
+    "a reducer's class": (lambda: post_local_sgd(reducer=Int8), ["reducer", "Int8"]),  # type: ignore[arg-type]
+    "the same for gradients": (
+        lambda: ddp(gradient_reducer=Int8),  # type: ignore[arg-type]
+        ["gradient_reducer", "Int8()"],
+    ),
+    "the same inside": (lambda: Cast(torch.bfloat16, Mean), ["inner", "Mean()"]),  # type: ignore[arg-type]
+    "a topology's levels": (lambda: ddp(topology={"world": [[0]]}), ["topology", "Topology"]),  # type: ignore[arg-type]
+    "a level that is a number": (lambda: post_local_sgd(gradients=3), ["gradients", "'host'", "3"]),  # type: ignore[arg-type]
+    "one in what is due": (lambda: Due(gradients=3), ["gradients", "'host'", "3"]),  # type: ignore[arg-type]
+    "an operation in words": (lambda: Native("sum"), ["op", "ReduceOp.SUM", "'sum'"]),  # type: ignore[arg-type]
+    "rooms inside a cast": (
+        lambda: Cast(torch.bfloat16, TwoLevel(Scaled(Ternary()), inside=Resident())),
+        ["Cast", "TwoLevel(Cast(...), inside=Resident())"],
+    ),
+    "levels in a list": (lambda: Topology([[0, 1]]), ["levels", "from_sizes"]),  # type: ignore[arg-type]
+    "groups of one rank each": (lambda: Topology({"w": [0, 1]}), ["list of groups", "[[0, 1]"]),  # type: ignore[list-item]
+    "ranks in words": (lambda: Topology({"w": [["0"]]}), ["a rank of level 'w'", "'0'"]),  # type: ignore[list-item]
+    "half a rank": (lambda: Topology({"w": [[0.5]]}), ["a rank of level 'w'", "0.5"]),  # type: ignore[list-item]
+    "a rank below 0": (lambda: Topology({"w": [[-1, 0]]}), ["a rank of level 'w'", "-1"]),
+    "a schedule's class": (lambda: Strategy(schedule=schedules.Schedule), ["schedule"]),  # type: ignore[arg-type]
+    "a sink's class": (lambda: Telemetry(sinks=[JsonLines]), ["sink", "JsonLines(path)"]),  # type: ignore[list-item]
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_rule_the_value_and_the_way_out_are_said(case: str) -> None:
+    """An error says what was given and what may be."""
+    make, words = REFUSED[case]
+    with pytest.raises((ValueError, TypeError)) as error:
+        make()
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def of_another_model() -> str:
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    with pytest.raises(NotAttachable) as error:
+        attach(model, torch.optim.SGD(other.parameters(), lr=0.1), ddp())
+    with pytest.raises(ValueError, match="timeout must be a number of seconds > 0"):
+        attach(model, torch.optim.SGD(model.parameters(), lr=0.1), ddp(), timeout=0)
+    with pytest.raises(ValueError, match="timeout must be a number of seconds > 0"):
+        PeriodicModelAverager(4, timeout="3")  # type: ignore[arg-type]
+    return str(error.value)
+
+
+def test_an_optimizer_of_another_model_is_refused(pool: RankPool) -> None:
+    """Its steps would say nothing about the model."""
+    assert "SGD has none of the parameters of this Linear" in pool.run(2, of_another_model)[1]
