@@ -26,7 +26,7 @@ def run(*arguments: str) -> str:
     # Loopback by name: asking a name server for this host's address can take seconds.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
     finished = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=100
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
