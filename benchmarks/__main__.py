@@ -22,6 +22,7 @@ from benchmarks import (
     training,
     training_losses,
     training_seeds,
+    ways,
     zero,
     zero_link,
 )
@@ -41,6 +42,7 @@ BENCHMARKS = {
     "training": training.run,
     "training_losses": training_losses.run,
     "training_seeds": training_seeds.run,
+    "ways": ways.run,
     "zero": zero.run,
     "zero_link": zero_link.run,
 }

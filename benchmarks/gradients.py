@@ -24,7 +24,6 @@ CONTENDERS = (
     Contender("4 bits + feedback", "ddp:gradient_wire=int4+ef", STEPS),
     Contender("2 bits + feedback", "ddp:gradient_wire=int2+ef", STEPS),
     Contender("1.6 bits", "ddp:gradient_wire=ternary", STEPS),
-    Contender("1.6 bits, own scales", "ddp:gradient_wire=ternary+sc", STEPS),
 )
 
 

@@ -34,7 +34,7 @@ COMMAND = "python -m benchmarks training".split()  # as the report shows it
 
 LOOSE = "post_local_sgd:period={},warmup=0,gradient_wire=resident,"
 HIDDEN = LOOSE + "wire=int4,overlap=4"
-EVERY_STEP = "ddp:gradient_wire=resident+ternary+sc"  # 1.6 bits of gradients between hosts
+EVERY_STEP = "ddp:gradient_wire=resident+ternary"  # 1.6 bits of gradients between hosts
 OFTEN = LOOSE.format(4) + "wire=int2+rf"  # a delay would cost more of the loss than it hides
 
 

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 
 from loosestep import NotAttachable, attach, ddp
-from loosestep.reducers import Mean, Reducer, Resident, Scaled, Ternary, TwoLevel
+from loosestep.reducers import Mean, Reducer, Resident, Ternary, TwoLevel
 from loosestep.testing import RankPool
 from tests.support.oracle import Net, equal, loss_of, make_net, snapshot
 
-BOTH = TwoLevel(Scaled(Ternary()), inside=Resident(), ranks_per_host=2)
+BOTH = TwoLevel(Ternary(), inside=Resident(), ranks_per_host=2)
 PAIRS: list[tuple[Reducer | None, Reducer | None]] = [
     (Resident(), Resident()),
     (Resident(), None),

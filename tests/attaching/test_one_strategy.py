@@ -17,8 +17,6 @@ from loosestep.reducers import (
     Int8,
     Reducer,
     ReplicaFeedback,
-    Scaled,
-    Ternary,
     TwoLevel,
 )
 from loosestep.schedules import every
@@ -37,7 +35,6 @@ MAKE: dict[str, Callable[[], Reducer]] = {
 }
 MAKE_GRADIENTS: dict[str, Callable[[], Reducer]] = {
     "feedback": lambda: ErrorFeedback(Int4()),
-    "scaled": lambda: Scaled(Ternary()),
 }
 
 Snapshot = dict[str, torch.Tensor]

@@ -29,7 +29,6 @@ from loosestep.reducers import (
     Mean,
     Native,
     Rounding,
-    Scaled,
     Ternary,
     TopK,
 )
@@ -53,8 +52,6 @@ REDUCERS: dict[str, Callable[[], Any]] = {
 MEMORIES: list[Callable[[], Any]] = [
     lambda: ErrorFeedback(Int2()),
     lambda: ErrorFeedback(Int8()),
-    lambda: Scaled(Int4()),
-    lambda: Scaled(Ternary()),
 ]
 
 

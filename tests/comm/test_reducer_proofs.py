@@ -32,7 +32,6 @@ from loosestep.reducers import (
     Reducer,
     ReplicaFeedback,
     Resident,
-    Scaled,
     Ternary,
     TopK,
     TwoLevel,
@@ -71,9 +70,6 @@ REDUCERS: dict[str, Callable[[], Reducer]] = {
     "int2": Int2,
     "ternary": Ternary,
     "topk": lambda: TopK(0.1),
-    "scaled int4": lambda: Scaled(Int4()),
-    "scaled ternary": lambda: Scaled(Ternary(), memory=0.5),
-    "two levels, scaled": lambda: TwoLevel(Scaled(Ternary()), ranks_per_host=1),
     "feedback int4": lambda: ErrorFeedback(Int4()),
     "feedback int2": lambda: ErrorFeedback(Int2()),
     "feedback topk": lambda: ErrorFeedback(TopK(0.1)),
@@ -177,27 +173,6 @@ class Feedback:
         return torch.cat(parts)
 
 
-class Scales:
-    """Values in units of their own, written out: roots of mean squares of the means before."""
-
-    def __init__(self, name: str, memory: float = 0.95) -> None:
-        self._name, self._memory = name, memory
-        self._calls, self._squares = 0, torch.empty(0)
-
-    def __call__(self, replicas: list[torch.Tensor]) -> torch.Tensor:
-        self._calls += 1
-        if self._calls == 1:
-            mean = compressed_mean(replicas, self._name)
-            self._squares = mean**2
-            return mean
-        least = max(2.0**-60, 2.0**-40 * float(self._squares.max()) ** 0.5)
-        units = torch.sqrt(self._squares).clamp(min=least)
-        mean = compressed_mean([replica / units for replica in replicas], self._name) * units
-        keep = torch.tensor(min(self._memory, 1 - 1 / self._calls))
-        self._squares = keep * self._squares + (1 - keep) * mean**2
-        return mean
-
-
 def narrow_mean(replicas: list[torch.Tensor]) -> torch.Tensor:
     narrow = [replica.bfloat16() for replica in replicas]
     mean_into(result := torch.empty_like(narrow[0]), narrow)
@@ -210,9 +185,6 @@ ORACLES: dict[str, Callable[[], Callable[[list[torch.Tensor]], torch.Tensor]]] =
     "feedback int2": lambda: Feedback("int2"),
     "feedback topk": lambda: Feedback("topk"),
     "two levels, feedback": lambda: Feedback("int4"),
-    "scaled int4": lambda: Scales("int4"),
-    "scaled ternary": lambda: Scales("ternary", 0.5),
-    "two levels, scaled": lambda: Scales("ternary"),
     "two levels, replica": lambda: Feedback("int4", apart=True),
     **{
         f"replica {name}": lambda name=name: Feedback(name, apart=True)  # type: ignore[misc]

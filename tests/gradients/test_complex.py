@@ -37,7 +37,6 @@ from loosestep.reducers import (
     Mean,
     Reducer,
     Resident,
-    Scaled,
     Ternary,
     TwoLevel,
 )
@@ -54,7 +53,7 @@ LOSSY: list[Reducer] = [
     Int8(),
     Cast(torch.bfloat16),
     ErrorFeedback(Int8()),
-    TwoLevel(Scaled(Ternary()), inside=Resident(), ranks_per_host=2),
+    TwoLevel(Ternary(), inside=Resident(), ranks_per_host=2),
 ]
 
 

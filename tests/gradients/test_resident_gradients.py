@@ -20,7 +20,7 @@ from loosestep import (
     gradient_hook,
 )
 from loosestep.errors import forget_warnings
-from loosestep.reducers import Mean, Reducer, Resident, Scaled, Ternary, TwoLevel
+from loosestep.reducers import Mean, Reducer, Resident, Ternary, TwoLevel
 from loosestep.schedules import after, always, every
 from loosestep.testing import RankPool, RanksFailed
 from tests.support.oracle import Experts, equal, snapshot
@@ -212,7 +212,7 @@ def under_ddp(reducer: Reducer) -> str:
 
 
 def all_under_ddp() -> list[str]:
-    return [under_ddp(r) for r in (TwoLevel(Scaled(Ternary()), inside=Resident()), Resident())]
+    return [under_ddp(r) for r in (TwoLevel(Ternary(), inside=Resident()), Resident())]
 
 
 def test_ddp_keeps_its_buckets(pool: RankPool) -> None:
@@ -225,7 +225,7 @@ def test_ddp_keeps_its_buckets(pool: RankPool) -> None:
 
 def by_hook() -> str:
     with pytest.raises(NotAttachable) as error:
-        gradient_hook(TwoLevel(Scaled(Ternary()), inside=Resident()))
+        gradient_hook(TwoLevel(Ternary(), inside=Resident()))
     return str(error.value)
 
 

@@ -17,7 +17,6 @@ from loosestep.comm.reducers import (
     Mean,
     Reducer,
     Resident,
-    Scaled,
     Ternary,
     TopK,
     TwoLevel,
@@ -129,10 +128,10 @@ def test_wires_by_name():
     assert repr(wire("top0.5%")) == repr(TopK(0.005))
     assert repr(wire("int2+ef")) == repr(ErrorFeedback(Int2()))
     assert repr(parameter_reducer(parse_wire("int2"))) == repr(TwoLevel(Int2()))
-    assert repr(gradient_wire("ternary+sc")) == repr(TwoLevel(Scaled(Ternary())))
+    assert repr(gradient_wire("ternary")) == repr(TwoLevel(Ternary()))
     assert repr(gradient_wire("resident")) == "Resident()"
-    living = gradient_wire("resident+ternary+sc")
-    assert repr(living) == repr(TwoLevel(Scaled(Ternary()), inside=Resident()))
+    living = gradient_wire("resident+ternary")
+    assert repr(living) == repr(TwoLevel(Ternary(), inside=Resident()))
 
 
 @pytest.mark.parametrize("name", WIRES)
@@ -147,9 +146,7 @@ def test_a_gradient_wire_that_there_is_not_is_refused(text: str):
         gradient_wire(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["int3", "top0%", "top200%", "", "bf16+ef", "+ef", "exact+sc", "int2+sc"]
-)
+@pytest.mark.parametrize("text", ["int3", "top0%", "top200%", "", "bf16+ef", "+ef", "ternary+sc"])
 def test_a_wire_that_there_is_not_is_refused(text: str):
     with pytest.raises(BadInput, match=r"wire|give Ternary"):
         wire(text)

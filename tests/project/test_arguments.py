@@ -44,7 +44,6 @@ from loosestep.reducers import (
     Native,
     ReplicaFeedback,
     Resident,
-    Scaled,
     Ternary,
     TopK,
     TwoLevel,
@@ -125,7 +124,6 @@ PURE: dict[str, Case] = {
     "Cast": (Cast, {"dtype": torch.bfloat16, "inner": None}),
     "ErrorFeedback": (ErrorFeedback, {"inner": Int4()}),
     "ReplicaFeedback": (ReplicaFeedback, {"inner": Int4()}),
-    "Scaled": (Scaled, {"inner": Ternary(), "memory": 0.9}),
     "TwoLevel": (
         TwoLevel,
         {"inner": None, "hosts": "differ", "inside": None, "ranks_per_host": 2},
@@ -315,7 +313,7 @@ REFUSED: dict[str, tuple[Callable[[], object], list[str]]] = {
     "one in what is due": (lambda: Due(gradients=3), ["gradients", "'host'", "3"]),  # type: ignore[arg-type]
     "an operation in words": (lambda: Native("sum"), ["op", "ReduceOp.SUM", "'sum'"]),  # type: ignore[arg-type]
     "rooms inside a cast": (
-        lambda: Cast(torch.bfloat16, TwoLevel(Scaled(Ternary()), inside=Resident())),
+        lambda: Cast(torch.bfloat16, TwoLevel(Ternary(), inside=Resident())),
         ["Cast", "TwoLevel(Cast(...), inside=Resident())"],
     ),
     "levels in a list": (lambda: Topology([[0, 1]]), ["levels", "from_sizes"]),  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ OF_EVERY_KIND = [
     *("ddp, 2", "post_local_sgd, 4", "local sgd, 3, sockets", "hierarchical overlap, 4"),
     *("optimizer state and buffers, 2", "overlap by int4, 4, sockets", "resident, 4", "cast, 2"),
     *("int4, stochastic, 3", "topk with feedback, 2", "int2 with replica feedback, 2"),
-    *("two levels, int4, 4", "gradients in units, 4", "gradient_hook, 2", "zero with a period, 4"),
+    *("two levels, int4, 4", "gradients by int4, 4", "gradient_hook, 2", "zero with a period, 4"),
     *("hook_with_zero_step_interleaved, 2", "HierarchicalModelAverager, 4"),
     "PostLocalSGDOptimizer, 4",
 ]

@@ -34,7 +34,7 @@ post_local_sgd zero
 """.split()
 REDUCERS = """
 Cast ErrorFeedback Handle Hosts Int2 Int4 Int8 Mean NOTHING Native Place Reducer ReplicaFeedback
-Resident Rounding Scaled State Ternary TopK TwoLevel
+Resident Rounding State Ternary TopK TwoLevel
 """.split()
 SCHEDULES = "Due Schedule after always every levels".split()
 

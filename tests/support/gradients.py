@@ -17,7 +17,6 @@ from loosestep.reducers import (
     Mean,
     Reducer,
     Resident,
-    Scaled,
     Ternary,
     TwoLevel,
 )
@@ -32,9 +31,8 @@ REDUCERS: dict[str, Reducer] = {
     "resident": Resident(),
     "int8": Int8(),
     "int4 + feedback": ErrorFeedback(Int4()),
-    "ternary, scaled": Scaled(Ternary()),
-    "between hosts": TwoLevel(Scaled(Ternary()), ranks_per_host=1),
-    "in rooms": TwoLevel(Scaled(Ternary()), inside=Resident(), ranks_per_host=2),
+    "between hosts": TwoLevel(Ternary(), ranks_per_host=1),
+    "in rooms": TwoLevel(Ternary(), inside=Resident(), ranks_per_host=2),
 }
 
 

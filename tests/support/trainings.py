@@ -29,7 +29,6 @@ from loosestep.reducers import (
     Mean,
     ReplicaFeedback,
     Resident,
-    Scaled,
     Ternary,
     TopK,
     TwoLevel,
@@ -296,13 +295,12 @@ CASES: dict[str, Case] = {
     # Reducers of gradients
     "gradients by int8, 2": Case(2, gradients_by(lambda: ErrorFeedback(Int8()))),
     "gradients resident, 2": Case(2, gradients_by(Resident)),
-    "gradients in units, 4": Case(
-        4,
-        gradients_by(lambda: TwoLevel(Scaled(Ternary()), ranks_per_host=2)),
+    "gradients by int4, 4": Case(
+        4, gradients_by(lambda: TwoLevel(ErrorFeedback(Int4()), ranks_per_host=2))
     ),
-    "gradients resident, in units, 4": Case(
+    "gradients resident, by int4, 4": Case(
         4,
-        gradients_by(lambda: TwoLevel(Scaled(Ternary()), ranks_per_host=2, inside=Resident())),
+        gradients_by(lambda: TwoLevel(ErrorFeedback(Int4()), ranks_per_host=2, inside=Resident())),
     ),
     "gradient_hook, 2": Case(2, gradient_hook),
     # Sharded optimizers

@@ -23,8 +23,6 @@ from loosestep.reducers import (
     Mean,
     Reducer,
     ReplicaFeedback,
-    Scaled,
-    Ternary,
 )
 from loosestep.sync.averager import Averager
 from loosestep.sync.kept import Kept
@@ -35,7 +33,6 @@ STATEFUL: dict[str, Reducer] = {
     "feedback by chance": ErrorFeedback(Int8(rounding="stochastic")),
     "replica feedback": ReplicaFeedback(Int4()),
     "chance": Int8(rounding="stochastic"),
-    "scaled": Scaled(Ternary()),
 }
 
 

@@ -85,16 +85,10 @@ class InRooms(ByReducer):
 
     def launch(self, bucket: Bucket, level: str) -> Callable[[], None]:
         """Launch the mean of the bucket and of who used what, which is exact in any case."""
-        reductions, peers = self._reductions, self._sharing.peers(level)
-        buffer = self._buffers[bucket]
-        gradients, notes = buffer[: -bucket.num_flags], buffer[-bucket.num_flags :]
-        if not reductions.reducer.lossy:
-            shared = self._share(bucket, bucket.pack(buffer), level)
-        elif reductions.takes_notes(gradients, peers):
-            bucket.pack(buffer)
-            shared = self._share(bucket, gradients, level, notes)
-        else:
+        if self._reductions.reducer.lossy:
             return super().launch(bucket, level)
+        buffer = self._buffers[bucket]
+        shared = self._share(bucket, bucket.pack(buffer), level)
 
         def land() -> None:
             shared.wait()

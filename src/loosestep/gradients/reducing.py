@@ -103,18 +103,12 @@ class ByReducer(ToAll):
         self._buffers[bucket] = buffer
         self._slots[bucket] = f"gradients {len(self._slots)}"
 
-    def _share(
-        self,
-        bucket: Bucket,
-        buffer: torch.Tensor,
-        level: str,
-        notes: torch.Tensor | None = None,
-    ) -> Shared:
+    def _share(self, bucket: Bucket, buffer: torch.Tensor, level: str) -> Shared:
         slot = self._slots[bucket]
         phase = Phase("sharing gradients", slot, self._sharing.clock.step)
         self._sharing.count(Traffic())
         peers = self._sharing.peers(level).during(phase)
-        return self._reductions.share(buffer, peers, Place(slot), notes)
+        return self._reductions.share(buffer, peers, Place(slot))
 
     def close(self) -> None:
         """End the thread and let go of the groups."""

@@ -1,4 +1,4 @@
-"""Reductions on threads of their own, in the order in which they were asked for.
+"""Reductions on a thread of their own, in the order in which they were asked for.
 
 A reducer has to be waited for, and nothing may wait inside a backward or in a communication
 callback. So one thread does the waiting, and what is handed out can be waited for.
@@ -46,36 +46,19 @@ class Reductions:
         check_gradient_reducer(reducer)
         self.reducer = reducer
         self.traffic = Traffic()  # of all that is done
-        self._adding = threading.Lock()
         self._groups: dict[Peers, Peers] = {}
         self._states: dict[str, State] = {}  # by level
         self._landed: list[Handle] = []  # since ``settle``
         self._failed = False
-        # [Note: out and back] What goes with notes is launched on the first thread and awaited on
-        # the second, so that a buffer leaves while those before it are still on their way. Each
-        # goes in order and waits for its own like on the other ranks only: nobody can be waiting
-        # for somebody who waits for him.
-        self._out, self._back = _Line(), _Line()
-        self._end = weakref.finalize(self, _end, self._out, self._back)
+        self._line = _Line()
+        self._end = weakref.finalize(self, self._line.put, None)
 
-    def share(
-        self, buffer: torch.Tensor, peers: Peers, place: Place, notes: torch.Tensor | None = None
-    ) -> Shared:
-        """Launch the mean of ``buffer`` in place; the first call with some peers is collective.
-
-        ``notes`` are some exact numbers behind it, where ``takes_notes`` says so.
-        """
+    def share(self, buffer: torch.Tensor, peers: Peers, place: Place) -> Shared:
+        """Launch the mean of ``buffer`` in place; the first call with some peers is collective."""
         own = self.own_peers(peers)
         shared = Shared(buffer, own)
-        if notes is None:
-            self.submit(lambda: shared.landed(self._alone(buffer, own, place)))
-        else:
-            self.submit(lambda: self._launch(shared, notes, own, place))
+        self.submit(lambda: shared.landed(self.reduce(buffer, own, place)))
         return shared
-
-    def takes_notes(self, buffer: torch.Tensor, peers: Peers) -> bool:
-        """Say whether notes can travel with a buffer; the same on all ranks."""
-        return self.reducer.takes_notes(buffer, self.own_peers(peers))
 
     def own_peers(self, peers: Peers) -> Peers:
         """Return the same peers on a group that nobody else uses, made at the first call."""
@@ -92,14 +75,13 @@ class Reductions:
 
     def submit(self, job: Job) -> None:
         """Run ``job`` after all that was submitted before."""
-        self._out.put(job)
+        self._line.put(job)
 
     def settle(self) -> None:
         """Believe what a backward has brought, after all of it and unless something has failed."""
         self.submit(self._settle)
 
     def _settle(self) -> None:
-        self._back.drain()
         landed, failed = self._landed, self._failed
         self._landed, self._failed = [], False
         if not failed:
@@ -108,12 +90,12 @@ class Reductions:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the reducer remembers, by level."""
-        self._out.drain()
+        self._line.drain()
         return {level: state.state_dict() for level, state in self._states.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the reducer go on with what it remembered on these levels."""
-        self._out.drain()
+        self._line.drain()
         for level, state in self._states.items():
             state.load_state_dict(state_dict.get(level, {}))
 
@@ -125,39 +107,13 @@ class Reductions:
                 torch.accelerator.synchronize(buffer.device)  # the thread has streams of its own
             # The mean of complex numbers is that of their real and of their imaginary parts.
             real = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
-            return self._land(self._start(real, peers, place))
+            handle = self._start(real, peers, place)
+            handle.wait()
         except Exception as error:  # whatever it is, it belongs to whoever waits
             self._failed = True
             return error
-
-    def _alone(self, buffer: torch.Tensor, peers: Peers, place: Place) -> Exception | None:
-        """Reduce when nothing is on its way: slots are then opened and freed in one order."""
-        self._back.drain()
-        return self.reduce(buffer, peers, place)
-
-    @torch.no_grad()
-    def _launch(self, shared: Shared, notes: torch.Tensor, peers: Peers, place: Place) -> None:
-        """Send a buffer with its notes, and let the other thread await what comes back."""
-        try:
-            state = self._states[peers.level]
-            handle = self.reducer.start_noted(shared.buffer, notes, peers, state, place)
-            handle.advance()
-        except Exception as error:
-            self._failed = True
-            shared.landed(error)
-            return
-        self._back.put(lambda: shared.landed(self._land(handle)))
-
-    @torch.no_grad()
-    def _land(self, handle: Handle) -> Exception | None:
-        try:
-            handle.wait()
-        except Exception as error:
-            self._failed = True
-            return error
-        with self._adding:
-            self.traffic.add(handle.traffic)
-            self._landed.append(handle)
+        self.traffic.add(handle.traffic)
+        self._landed.append(handle)
         return None
 
     def _start(self, buffer: torch.Tensor, peers: Peers, place: Place) -> Handle:
@@ -167,9 +123,8 @@ class Reductions:
         return self.reducer.start(buffer, peers, self._states[peers.level], place)
 
     def close(self) -> None:
-        """Finish what was asked for, end the threads and free the groups."""
-        self._out.end()  # first: what it launches is awaited on the other
-        self._back.end()
+        """Finish what was asked for, end the thread and free the groups."""
+        self._line.end()
         self._end.detach()
         for own in self._groups.values():
             own.group.close()
@@ -256,11 +211,6 @@ def check_no_rooms(reducer: Reducer) -> None:
     if reducer.lossy:
         raise NotAttachable(text)
     warn_once("resident under ddp", f"{text}. Here it does what Mean() does")
-
-
-def _end(*lines: _Line) -> None:
-    for line in lines:
-        line.put(None)
 
 
 def check_gradient_reducer(reducer: Reducer) -> None:

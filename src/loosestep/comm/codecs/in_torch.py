@@ -70,25 +70,6 @@ def row_bytes(count: int, bits: float) -> int:
     return -(-count // codes_per_byte(bits))
 
 
-def to_units(values: torch.Tensor, squares: torch.Tensor, least: float) -> torch.Tensor:
-    """Return values in units of their own: the roots of mean squares, but at least ``least``."""
-    return values / _units(squares, least)
-
-
-def from_units(
-    values: torch.Tensor, squares: torch.Tensor, least: float, keep: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values as they are, and new mean squares; of the old ones ``keep`` stays."""
-    share = torch.tensor(keep, dtype=torch.float32, device=values.device)  # rounded, as in C
-    plain = (values * _units(squares, least)).clamp(-LARGEST, LARGEST)
-    return plain, (squares * share + plain.square() * (1.0 - share)).clamp(max=LARGEST)
-
-
-def _units(squares: torch.Tensor, least: float) -> torch.Tensor:
-    # By way of float64: torch's own root of float32 is not always the nearest one.
-    return squares.to(torch.float64).sqrt().to(torch.float32).clamp_min(least)
-
-
 def _coded(
     lot: torch.Tensor, bits: float, luck: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

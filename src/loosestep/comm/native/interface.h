@@ -111,13 +111,6 @@ void add_blocks(int planes, const float *scales, const uint8_t *rows, int64_t co
                 float share, float *out);
 void encode_topk(const float *x, int64_t count, int64_t wanted, int32_t *indices, float *values);
 void add_topk(const int32_t *indices, const float *values, int64_t wanted, float share, float *out);
-void to_units(const float *x, const float *squares, int64_t count, float least, float *out);
-float from_units(float *x, float *squares, int64_t count, float least, float keep);
-int pack_host(int planes, const float *const *replicas, int64_t num, const float *squares,
-              float least, int64_t count, int64_t block, float *scales, uint8_t *rows);
-float unpack_pair(int planes, const float *const *scales, const uint8_t *const *rows,
-                  float *squares, float least, float keep, int64_t count, int64_t block,
-                  float *const *outs, int64_t num_outs);
 
 #pragma GCC visibility pop
 

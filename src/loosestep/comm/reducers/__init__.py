@@ -18,7 +18,6 @@ from loosestep.comm.reducers.reducer import (
 )
 from loosestep.comm.reducers.replica_feedback import ReplicaFeedback
 from loosestep.comm.reducers.resident import Resident
-from loosestep.comm.reducers.scaled import Scaled
 from loosestep.comm.reducers.topk import TopK
 from loosestep.comm.reducers.two_level import (
     Hosts,
@@ -44,7 +43,6 @@ __all__ = [
     "ReplicaFeedback",
     "Resident",
     "Rounding",
-    "Scaled",
     "State",
     "Ternary",
     "TopK",

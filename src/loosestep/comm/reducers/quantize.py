@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-import torch
 
 from loosestep.comm.codecs.blocks import Blocks
 from loosestep.comm.codecs.rounding import Rounding
 from loosestep.comm.reducers.compressed import Compressed
-from loosestep.comm.reducers.packed import Packed
-from loosestep.comm.reducers.reducer import NonFinite, Place
+from loosestep.comm.reducers.reducer import NonFinite
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -43,16 +39,6 @@ class _Quantized(Compressed):
     def codec(self) -> Blocks:
         """What makes messages."""
         return Blocks(self.bits, self.block)
-
-    @property
-    def packs(self) -> bool:
-        """Whether blocks alone make the message: nothing is drawn, nobody is skipped."""
-        plain = self.rounding is Rounding.NEAREST and self.on_nonfinite is NonFinite.RAISE
-        return plain and type(self).start is Compressed.start  # a subclass may do more
-
-    def packed(self, state: Any, place: Place, values: torch.Tensor) -> Packed:
-        """Return how a host's replicas of such values become one message, in one pass."""
-        return Packed(self.codec, values.numel())
 
     def __repr__(self) -> str:
         chance = f", seed={self.seed}" if self.rounding is Rounding.STOCHASTIC else ""
@@ -94,7 +80,7 @@ class Int2(_Quantized):
 class Ternary(_Quantized):
     """Average in 1.6 bits: an eighteenth of float32's bytes, of which zeros stay zero.
 
-    For gradients, inside ``Scaled``, where every value has a scale of its own.
+    For gradients: a row of an embedding that nobody used stays as it is.
 
     >>> import torch
     >>> Ternary().bytes_on_wire(numel=512, dtype=torch.float32, group_size=2)

@@ -25,7 +25,6 @@ from loosestep.telemetry.traffic import Traffic
 if TYPE_CHECKING:
     from loosestep.comm.reducers.compressed import Compressed
     from loosestep.comm.reducers.division import Division
-    from loosestep.comm.reducers.packed import Packed
 
 
 class NonFinite(enum.Enum):
@@ -194,31 +193,12 @@ class Reducer(ABC):
         """Launch the means of several buffers of one dtype."""
         raise NotImplementedError(f"{self} takes one buffer at a time")
 
-    def takes_notes(self, buffer: torch.Tensor, peers: Peers) -> bool:
-        """Say whether ``start_noted`` can be used; the same on all ranks."""
-        return False
-
-    def start_noted(
-        self, buffer: torch.Tensor, notes: torch.Tensor, peers: Peers, state: Any, place: Place
-    ) -> Handle:
-        """Launch the mean of a buffer, and the exact one of some numbers that lie behind it."""
-        raise NotImplementedError(f"{self} takes no notes")
-
     # What wrappers ask of the reducer inside.
 
     @property
     def engine(self) -> Compressed | None:
         """What moves its messages and can be given a memory of what they leave out, if anything."""
         return None
-
-    @property
-    def packs(self) -> bool:
-        """Whether it has ``packed``."""
-        return False
-
-    def packed(self, state: Any, place: Place, values: torch.Tensor) -> Packed:
-        """Return how a host's replicas of such values become one message, in one pass."""
-        raise NotImplementedError(f"{self} has no messages that are made in one pass")
 
 
 class Done(Handle):

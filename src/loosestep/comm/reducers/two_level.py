@@ -14,7 +14,6 @@ host's mean changes nothing.
 from __future__ import annotations
 
 import enum
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +23,6 @@ import torch
 from loosestep.comm.flat import slices
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers.division import Division
-from loosestep.comm.reducers.host_pair import HostPair, Route, can_pair
 from loosestep.comm.reducers.mean import Mean, MeanInFlight
 from loosestep.comm.reducers.nonfinite import all_finite, contributors
 from loosestep.comm.reducers.pieces import InPieces, cut, piece_lengths
@@ -51,9 +49,6 @@ _ONE_REPLICA = (
     "gradients inside hosts at every step and give TwoLevel(..., hosts='agree'), or use "
     "ErrorFeedback"
 )
-
-# Whether all ranks of a group can take two passes, by the reducer that has made rooms for it.
-_PAIR = "two passes"
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -182,38 +177,11 @@ class TwoLevel(Reducer):
         except NotAttachable as error:
             refusal = str(error)
         # The widest first, so that all hosts hear of one that cannot: they would wait for it.
-        for peers, way in sorted(ways, key=lambda pair: -pair[0].size):
-            able = way is not None and self._can_pair(way.route(peers))
-            said = peers.exchange(json.dumps([refusal, able]).encode())
-            heard = [json.loads(payload) for payload in said]
-            if any(reason for reason, _ in heard):
-                raise NotAttachable(next(reason for reason, _ in heard if reason))
-            peers.group.traits[_PAIR] = all(able for _, able in heard)
+        for peers, _ in sorted(ways, key=lambda pair: -pair[0].size):
+            heard = [said.decode() for said in peers.exchange(refusal.encode())]
+            if any(heard):
+                raise NotAttachable(next(reason for reason in heard if reason))
         return memory
-
-    def _can_pair(self, route: Route) -> bool:
-        return self.hosts is Hosts.DIFFER and can_pair(self.inner, route)
-
-    def takes_notes(self, buffer: torch.Tensor, peers: Peers) -> bool:
-        """Say whether ``start_noted`` can be used; the same on all ranks."""
-        if peers.size == 1 or not peers.group.traits.get(_PAIR, False):
-            return False
-        ways = self._ways_of(peers)
-        assert ways is not None, "there are two hosts"
-        fits = buffer.dtype == torch.float32 and buffer.numel() >= peers.size
-        fits = fits and peers.weights is None  # some may have got weights, or lost them, since
-        return fits and self._lives_there(buffer, ways.peers(peers)[0])
-
-    def start_noted(
-        self, buffer: torch.Tensor, notes: torch.Tensor, peers: Peers, state: Any, place: Place
-    ) -> Handle:
-        """Launch the mean of a buffer, and the exact one of the notes that lie behind it."""
-        ways = self._ways_of(peers)
-        assert ways is not None, "takes_notes has said so"
-        route = ways.route(peers)
-        task = Task(buffer, route.inside)
-        values = self.inner.packed(state, place, task.mine)
-        return HostPair(task, notes, route, values, place.slot)
 
     def _lives_there(self, buffer: torch.Tensor, inside: Peers) -> bool:
         """Say whether the ranks of this host see the buffer where it is: no window bounds it."""
@@ -381,7 +349,7 @@ def _check(inner: Reducer | None, inside: object, ranks_per_host: object) -> Non
     if isinstance(inside, Resident) and not (inner and inner.lossy):
         raise ValueError(
             f"inside=Resident() is for gradients in few bits, and by {inner or Mean()} nothing is "
-            "compressed between hosts; use Resident() alone, or TwoLevel(Scaled(Ternary()), "
+            "compressed between hosts; use Resident() alone, or TwoLevel(Ternary(), "
             "inside=Resident())"
         )
     if isinstance(inner, Resident):

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from loosestep.comm.group import Group
 from loosestep.comm.peers import Peers
-from loosestep.comm.reducers.host_pair import Route
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +31,6 @@ class Ways:
                 inside = replace(inside, weights=None)
         across = _among(whole, self.across, self.across_group)
         return inside, replace(across, weights=weights)
-
-    def route(self, whole: Peers) -> Route:
-        """Return both, and whom they are part of."""
-        return Route(*self.peers(whole), whole, self.hosts)
 
 
 def make_ways(peers: Peers, hosts: list[tuple[int, ...]]) -> Ways | None:

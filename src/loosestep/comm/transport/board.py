@@ -262,11 +262,6 @@ class Slot:
             neighbour.row[self._first + DETAIL] = detail
         self.tell_all(OFFERED)
 
-    def add(self, detail: int) -> None:
-        """Write a detail that was not known when mine was offered; what is told next covers it."""
-        for neighbour in self.board.neighbours.values():
-            neighbour.row[self._first + DETAIL] = detail
-
     def tell(self, member: int, mark: int) -> None:
         """Tell a neighbour that I have come to ``mark``, and wake it if it waits for that."""
         neighbour, column = self.board.neighbours[member], self._first + mark

@@ -7,8 +7,8 @@ int8, int4, int2          few bits and a scale for every block of values
 top1%, top0.5%            the largest values only
 int2+ef                   with error feedback: what was lost is sent later
 int2+rf                   the same for parameters; what was lost stays in the replica until then
-ternary+sc                gradients in -1, 0 or 1 times a scale that every value has for itself
-resident+ternary+sc       the same, of gradients that live in memory shared by a host's workers
+ternary                   -1, 0 or 1 times a scale
+resident+ternary          gradients by what follows, in memory shared by a host's workers
 
 Nothing here needs torch; ``reducers`` makes of a wire what moves values.
 """
@@ -31,9 +31,9 @@ WIRES: dict[str, tuple[str, str | None]] = {
     "int2": ("Int2", None),
     "ternary": ("Ternary", None),
 }
-FEEDBACK = {"+ef": "ErrorFeedback", "+rf": "ReplicaFeedback", "+sc": "Scaled"}
+FEEDBACK = {"+ef": "ErrorFeedback", "+rf": "ReplicaFeedback"}
 LIVING = "resident+"  # gradients that live in shared memory, and travel by what follows
-EXAMPLES = {"+ef": "int2+ef", "+rf": "int2+rf", "+sc": "ternary+sc"}
+EXAMPLES = {"+ef": "int2+ef", "+rf": "int2+rf"}
 
 
 @dataclass(frozen=True)
@@ -81,5 +81,4 @@ def _named(name: str, text: str) -> tuple[str, str | float | None]:
             return "TopK", density
     lossy = ("int8", "int4", "int2", "ternary", "top1%")
     known = [*WIRES, "top1%", *(f"{w}{suffix}" for suffix in FEEDBACK for w in lossy)]
-    known.remove("int2+sc")  # which is refused
     raise BadInput(f"there is no wire {text!r}{nearest(text, known)}; there are {', '.join(known)}")
