@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 from loosestep import NotAttachable, NotFinite, Strategy, Topology, attach, ddp, post_local_sgd
 from loosestep.comm.codecs import in_c as codec_c
 from loosestep.comm.codecs.blocks import Blocks
-from loosestep.comm.group import Group
-from loosestep.comm.peers import peers_of
+from loosestep.comm.group import Group, peers_of
 from loosestep.comm.reducers.host_pair import HostPair, Route, can_pair
 from loosestep.comm.reducers.mean import mean_into
-from loosestep.comm.transport.links import use_network
 from loosestep.reducers import (
     ErrorFeedback,
     Int4,
@@ -270,7 +268,7 @@ def test_all_hosts_hear_why_one_cannot(pool: RankPool, levels: int) -> None:
 def said_to_be_near() -> bool:
     """Call four ranks that share no memory a host, of which two such would be."""
     group = dist.new_group()
-    use_network(Group.of(group))
+    Group.of(group).use_network()
     peers = peers_of(group)
     try:
         return can_pair(Int4(), Route(peers, peers, peers, [(0, 1, 2, 3), (4, 5, 6, 7)]))

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from loosestep import NotFinite, attach, ddp
 from loosestep.comm.codecs import in_c as codec_c
 from loosestep.comm.codecs import in_torch as codec_torch
-from loosestep.comm.group import world_group
-from loosestep.comm.peers import peers_of
+from loosestep.comm.group import peers_of, world_group
 from loosestep.comm.reducers import NOTHING
 from loosestep.comm.reducers.scaled import Learnt
 from loosestep.reducers import (

@@ -12,7 +12,7 @@ import torch
 from loosestep.comm.flat import STAGING
 from loosestep.comm.peers import Message, Peers, Phase
 from loosestep.comm.reducers.parcels import GatherFromOwners, ReduceToOwners
-from loosestep.comm.transport.links import reach
+from loosestep.comm.transport.exchange import reach
 from loosestep.errors import NotShardable
 from loosestep.sharding.ownership import Ownership, as_laid_out, laid_out_like, memory_of
 from loosestep.sharding.shard_set import Parts

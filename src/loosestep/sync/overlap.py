@@ -199,7 +199,6 @@ class Flight:
             self._thread.join(LINGER_SECONDS)
             if self.flying and self.peers is not None:
                 self.peers.give_up("an average under way was given up")
-                self.peers.group.hang_up()
                 self._thread.join(LINGER_SECONDS)
 
     def _limit(self) -> float:

@@ -25,10 +25,16 @@ from loosestep.comm.peers import Message, Peers
 from loosestep.comm.reducers.nonfinite import all_finite, contributors
 from loosestep.comm.reducers.packed import Packed
 from loosestep.comm.reducers.reducer import Handle, NonFinite, Reducer
-from loosestep.comm.transport.board import DETAIL, OFFERED, PLACE, REDUCED, TAKEN, Slot
 from loosestep.comm.transport.exchange import Task
-from loosestep.comm.transport.links import board_of
-from loosestep.comm.transport.memory import OFFSET_BITS, place_of
+from loosestep.comm.transport.shared_memory import (
+    DETAIL,
+    OFFERED,
+    OFFSET_BITS,
+    PLACE,
+    REDUCED,
+    TAKEN,
+    Slot,
+)
 from loosestep.telemetry.traffic import Traffic
 
 MOST_RANKS = 31  # of a host: a bit each, for two hosts, in a signed number
@@ -55,7 +61,7 @@ def can_pair(inner: Reducer, route: Route) -> bool:
         and len(route.hosts) == 2
         and 1 < route.inside.size <= MOST_RANKS
         # All of them near: what is called a host may be several.
-        and len(board_of(route.inside).neighbours) == route.inside.size - 1
+        and len(route.inside.shared_memory.neighbours) == route.inside.size - 1
         and codec_c.available(torch.empty(0))
     )
 
@@ -76,9 +82,9 @@ class HostPair(Handle):
         self._name, self._sent, self._done = name, False, False
         self._bad_members: list[int] = []  # of the whole group: their values are not finite
         self._head = BITS_BYTES + 4 * notes.numel()
-        self._board = board_of(route.inside)
-        self._slot = Slot(self._board, route.inside)
-        home = place_of(self._board, buffer)
+        self._shared = route.inside.shared_memory
+        self._slot = Slot(self._shared, route.inside)
+        home = self._shared.place_of(buffer)
         assert home is not None, "it lives in shared memory"
         self._slot.offer(home)
         self._tag = route.across.next_tags(1)
@@ -137,7 +143,7 @@ class HostPair(Handle):
         for member in self._slot.members:
             self._slot.wait(member, OFFERED)
             place = self._slot.told(member, PLACE)
-            memory = self._board.neighbours[member].opened[place >> OFFSET_BITS]
+            memory = self._shared.neighbours[member].opened[place >> OFFSET_BITS]
             start = place & ((1 << OFFSET_BITS) - 1)
             stop = start + buffer.nbytes + self._notes.nbytes
             values = memory[start:stop].view(torch.float32)

@@ -32,10 +32,8 @@ from loosestep.comm.reducers.reducer import Handle, NonFinite, Place, Reducer, c
 from loosestep.comm.reducers.resident import Resident, room
 from loosestep.comm.reducers.ways import Ways, blocks, make_ways
 from loosestep.comm.tensors import Named
-from loosestep.comm.transport.board import Layout
 from loosestep.comm.transport.exchange import Task
-from loosestep.comm.transport.links import board_of
-from loosestep.comm.transport.memory import place_of
+from loosestep.comm.transport.shared_memory import Layout
 from loosestep.errors import NotAttachable, check_whole, choose
 
 
@@ -51,9 +49,6 @@ _ONE_REPLICA = (
     "gradients inside hosts at every step and give TwoLevel(..., hosts='agree'), or use "
     "ErrorFeedback"
 )
-
-# Whether all ranks of a group can take two passes, by the reducer that has made rooms for it.
-_PAIR = "two passes"
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -188,7 +183,7 @@ class TwoLevel(Reducer):
             heard = [json.loads(payload) for payload in said]
             if any(reason for reason, _ in heard):
                 raise NotAttachable(next(reason for reason, _ in heard if reason))
-            peers.group.traits[_PAIR] = all(able for _, able in heard)
+            peers.group.two_passes = all(able for _, able in heard)
         return memory
 
     def _can_pair(self, route: Route) -> bool:
@@ -196,7 +191,7 @@ class TwoLevel(Reducer):
 
     def takes_notes(self, buffer: torch.Tensor, peers: Peers) -> bool:
         """Say whether ``start_noted`` can be used; the same on all ranks."""
-        if peers.size == 1 or not peers.group.traits.get(_PAIR, False):
+        if peers.size == 1 or not peers.group.two_passes:
             return False
         ways = self._ways_of(peers)
         assert ways is not None, "there are two hosts"
@@ -217,7 +212,7 @@ class TwoLevel(Reducer):
 
     def _lives_there(self, buffer: torch.Tensor, inside: Peers) -> bool:
         """Say whether the ranks of this host see the buffer where it is: no window bounds it."""
-        return self.resident and place_of(board_of(inside), buffer) is not None
+        return self.resident and inside.shared_memory.place_of(buffer) is not None
 
     def check_replicas(self, peers: Peers) -> None:
         """Raise where a host has several replicas of what is not divided, such as shards."""
@@ -308,12 +303,14 @@ class TwoLevel(Reducer):
 
     def _hosts_of(self, peers: Peers) -> list[tuple[int, ...]]:
         size = self.ranks_per_host
-        return board_of(peers).hosts if size is None else blocks(peers.size, size)
+        return peers.hosts if size is None else blocks(peers.size, size)
 
     def _ways_of(self, peers: Peers) -> Ways | None:
         hosts = self._hosts_of(peers)
-        question = ("ways", self.ranks_per_host)
-        return peers.group.find_out(question, lambda: make_ways(peers, hosts))
+        known = peers.group.ways
+        if self.ranks_per_host not in known:
+            known[self.ranks_per_host] = make_ways(peers, hosts)
+        return known[self.ranks_per_host]
 
 
 def check_hosts_fit(reducer: Reducer | None, level: str, groups: Iterable[Sequence[int]]) -> None:
