@@ -62,6 +62,25 @@ def test_somebody_elses_group_is_not_kept_alive(pool: RankPool) -> None:
         assert all(gone), gone
 
 
+def handed_over() -> list[bool]:
+    """Hand a group over and let go of it; say what is left, before and after it is destroyed."""
+    group = Group.make((0, 1))
+    passed, watched = group.hand_over(), weakref.ref(group)
+    del group
+    gc.collect()
+    kept = Group.of(passed) is watched()
+    dist.destroy_process_group(passed)
+    del passed
+    gc.collect()
+    return [kept, watched() is None]
+
+
+def test_a_group_that_a_user_was_given_is_kept_until_they_destroy_it(pool: RankPool) -> None:
+    """What its members have found out together is not lost, and nothing of it outlives it."""
+    for found in pool.run(2, handed_over):
+        assert all(found), found
+
+
 def closed() -> list[bool]:
     """Close a group with children; say what is left."""
     group = Group.make((0, 1))

@@ -7,13 +7,14 @@ different names, and a group that is made again after it was freed finds the old
 the store. So the name here counts how often these very ranks have made a group together, which all
 of them know.
 
-[Note: threads and groups] Messages of one group meet by their order, so one thread at a time uses
-it. The user's own thread has the groups of the topology: gradients in backward, blocking averages
-after the step, in program order. Every thread that we start gets groups that nobody else uses:
+[Note: threads and groups] Messages of one group meet by their order ([Note: order of collectives]
+in ``gradients/plain.py``), so one thread at a time uses it. The user's own thread has the groups of
+the topology: gradients in backward, blocking averages after the step, in program order. Every
+thread that we start gets groups that nobody else uses:
 
     loosestep overlap   an average under way: groups of its own level and schedule
     Reductions' lines   gradients by a reducer: a group for each set of peers
-    loosestep-zero      a ZeRO hook: one group for gradients, one for parameters
+    loosestep-zero      a ZeRO hook: parameters; another group has the gradients
 
 Groups themselves are made on the user's thread, because all ranks must make them in one order.
 Gloo's threads run callbacks, in which nobody waits. ``within`` lets a thread ask a store by a

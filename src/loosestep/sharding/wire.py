@@ -26,8 +26,9 @@ DEPTH = 2  # such gathers under way at once
 class ShardWire:
     """Moves gradients and parameters between their owners, each on a group of its own.
 
-    [Note: two groups] While backward runs, gradients are sent by one thread and parameters by
-    another. On one group the two would mix in an order that differs from rank to rank.
+    While backward runs, gradients are sent by one thread and parameters by another. On one group
+    the two would mix in an order that differs from rank to rank ([Note: threads and groups] in
+    ``comm/group.py``).
     """
 
     def __init__(

@@ -8,7 +8,8 @@ https://arxiv.org/abs/1906.12043. The training thread stands still for one copy 
 sum at landing. A snapshot and a mean are kept in memory beside the model (``Overlap.nbytes``).
 
 [Note: order of messages] The ranks agree and average on that thread, over process groups that
-nothing else uses meanwhile; all of them launch in the same order, one at a time.
+nothing else uses meanwhile ([Note: threads and groups] in ``comm/group.py``); all of them launch in
+the same order, one at a time.
 """
 
 from __future__ import annotations

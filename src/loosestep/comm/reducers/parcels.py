@@ -241,15 +241,15 @@ class GatherFromOwners:
         self._places, self._mine = places, places[peers.group_rank]
         first = next(place for member in places for place in member)
         shared, distant = reach(peers, first.device)
-        self._handout = None if shared is None else SharedPieces(self._mine, peers, shared)
+        self._pieces_shared = None if shared is None else SharedPieces(self._mine, peers, shared)
         self._sockets = self._send(first, distant, peers) if distant else None
         size = sum(piece.nbytes for piece in self._mine)
         self.traffic = Traffic(size * len(distant), size * (peers.size - 1 - len(distant)))
 
     def wait(self) -> None:
         """Return when all places hold their owners' values and nobody needs mine any more."""
-        if self._handout is not None:
-            self._handout.collect(self._places)
+        if self._pieces_shared is not None:
+            self._pieces_shared.collect(self._places)
         if self._sockets is not None:
             self._sockets.ready()
             for member in self._sockets.members:
@@ -257,8 +257,8 @@ class GatherFromOwners:
             self._sockets.taken()
             self._sockets.release()
             STAGING.give(self._packed)
-        if self._handout is not None:
-            self._handout.release()
+        if self._pieces_shared is not None:
+            self._pieces_shared.release()
 
     def _send(self, like: torch.Tensor, distant: list[int], peers: Peers) -> SocketDelivery:
         sizes = [sum(place.numel() for place in member) for member in self._places]

@@ -185,9 +185,9 @@ def _introduce(
     peers = peers.during(Phase(f"sharing resident {what}"))
     key = len(shared.homes) + 1
     fd, size = (-1, 0) if segment is None else (segment.fd, segment.size)
-    cards = [json.loads(p) for p in peers.exchange(json.dumps([refusal, fd, size]).encode())]
+    told = [json.loads(p) for p in peers.exchange(json.dumps([refusal, fd, size]).encode())]
     for member, neighbour in shared.neighbours.items():
-        said, fd, size = cards[member]
+        said, fd, size = told[member]
         if not said and not refusal and size:
             refusal = _open(neighbour.opened, key, neighbour.pid, fd, size)
     reasons = [json.loads(payload) for payload in peers.exchange(json.dumps(refusal).encode())]

@@ -1,8 +1,8 @@
 """Many buffers through shared memory in one go, driven by a loop in C.
 
-What ``memory`` does for one buffer at a time, by the same marks on the same boards, so that ranks
-may do either. A train has windows of its own and is on its way only while it is waited for; the
-loop comes back whenever it has to wait for long, so that somebody can look who is gone.
+What ``MemoryExchange`` does for one buffer at a time, by the same marks in the same slots, so that
+ranks may do either. A train has windows of its own and is on its way only while it is waited for;
+the loop comes back whenever it has to wait for long, so that somebody can look who is gone.
 """
 
 from __future__ import annotations

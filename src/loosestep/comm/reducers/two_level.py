@@ -306,10 +306,9 @@ class TwoLevel(Reducer):
         return peers.hosts if size is None else blocks(peers.size, size)
 
     def _ways_of(self, peers: Peers) -> Ways | None:
-        hosts = self._hosts_of(peers)
         known = peers.group.ways
         if self.ranks_per_host not in known:
-            known[self.ranks_per_host] = make_ways(peers, hosts)
+            known[self.ranks_per_host] = make_ways(peers, self._hosts_of(peers))
         return known[self.ranks_per_host]
 
 

@@ -28,6 +28,7 @@ import platform
 import select
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -345,12 +346,12 @@ class Layout:
         share = ARENA_BYTES // (WINDOWS * ranks_of_a_host)
         return cls(max(64 << 10, min(WINDOW_BYTES, share >> 16 << 16)))
 
-    @property
+    @cached_property
     def arena_bytes(self) -> int:
         """How much all windows take, if all are used."""
         return 2 * self.trains_start
 
-    @property
+    @cached_property
     def trains_start(self) -> int:
         """Where the windows for trains begin."""
         return WINDOWS * self.window_bytes
