@@ -12,9 +12,7 @@ import torch.distributed.algorithms.model_averaging.utils as in_tree
 
 import loosestep
 from benchmarks.report import Row
-from loosestep.comm.group import Group, world_group
-from loosestep.comm.peers import peers_of
-from loosestep.comm.transport import links
+from loosestep.comm.group import Group, peers_of, world_group
 from loosestep.reducers import Resident
 from loosestep.sync.averager import Averager
 
@@ -69,7 +67,7 @@ def resident(parameters: list[torch.nn.Parameter]) -> Contender:
 def private_twin_by_network() -> dist.ProcessGroup:
     """Return a group on which slices go through sockets, as they would between hosts."""
     group = dist.new_group(list(range(dist.get_world_size())))
-    links.use_network(Group.of(group))
+    Group.of(group).use_network()
     assert isinstance(group, dist.ProcessGroup)
     return group
 

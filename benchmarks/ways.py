@@ -20,9 +20,8 @@ from benchmarks.contenders import Contender, alternate, parameters, transformer_
 from benchmarks.report import Row
 from loosestep.comm.flat import STAGING, slices
 from loosestep.comm.group import Group
-from loosestep.comm.peers import Peers, peers_of
+from loosestep.comm.peers import Peers
 from loosestep.comm.reducers.parcels import GatherFromOwners, ReduceToOwners
-from loosestep.comm.transport.links import board_of
 from loosestep.reducers import Mean, Reducer, Resident
 from loosestep.sync.averager import Averager
 from loosestep.testing import run_ranks
@@ -87,7 +86,7 @@ def compared(condition: str, seconds: dict[str, list[float]], on: str, off: str)
 def average(tensors: str, reducer: Reducer, fused: bool = True) -> Contender:
     """Return an average of parameters on a group of its own."""
     peers = _own_peers()
-    board_of(peers).fused = fused
+    peers.shared_memory.fused = fused
     named = [(f"parameter {i}", p) for i, p in enumerate(parameters(TENSORS[tensors]))]
     averager = Averager(peers, reducer=reducer)
     return lambda: averager.average(named)
@@ -96,8 +95,8 @@ def average(tensors: str, reducer: Reducer, fused: bool = True) -> Contender:
 def sharded(*, readable: bool) -> Contender:
     """Return what a sharded step moves: gradients to their owners, and parameters back."""
     peers = _own_peers()
-    board = board_of(peers)
-    board.readable = board.readable and readable
+    memory = peers.shared_memory
+    memory.readable = memory.readable and readable
     numel = sum(torch.Size(shape).numel() for shape in WHOLE)
     gradients, flat = torch.randn(numel), torch.randn(numel)
     owned = slices(numel, peers.size)
@@ -121,4 +120,4 @@ def _exchange(
 
 
 def _own_peers() -> Peers:
-    return peers_of(Group.make(tuple(range(dist.get_world_size()))))
+    return Peers(Group.make(tuple(range(dist.get_world_size()))))

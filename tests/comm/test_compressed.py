@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from loosestep import NonFinite, NotFinite, average_
 from loosestep.comm.codecs import in_c as codec_c
-from loosestep.comm.group import Group, world_group
-from loosestep.comm.peers import Message, Peers, Transfer, peers_of
+from loosestep.comm.group import Group, peers_of, world_group
+from loosestep.comm.peers import Message, Peers, Transfer
 from loosestep.comm.reducers import NOTHING, Place
 from loosestep.comm.reducers.feedback import Residuals
 from loosestep.reducers import (

@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from loosestep import PeerLost
-from loosestep.comm.group import Group, world_group
-from loosestep.comm.peers import peers_of
-from loosestep.comm.transport.links import board_of
+from loosestep.comm.group import Group, peers_of, world_group
 from loosestep.reducers import Mean, TwoLevel
 from loosestep.sync.averager import Averager
 from loosestep.testing import RankPool
@@ -34,7 +32,7 @@ def found_again() -> list[bool]:
         twins[0] is twins[1],
         twins[0] is not twins[2],
         peers_of(passed).group is borrowed,
-        board_of(peers_of(passed)) is borrowed.board,
+        peers_of(passed).shared_memory is borrowed.shared_memory,
     ]
 
 
@@ -48,9 +46,9 @@ def not_kept() -> list[bool]:
     """Destroy a group that was handed to us; say whether it, and what belonged to it, is gone."""
     passed = dist.new_group([0, 1])
     group = Group.of(passed)
-    board_of(peers_of(group))
+    assert not peers_of(group).shared_memory.unfinished
     child = group.subgroup((0, 1), 20.0)
-    watched = [weakref.ref(passed), weakref.ref(group), weakref.ref(group.board)]
+    watched = [weakref.ref(passed), weakref.ref(group), weakref.ref(group.shared_memory)]
     child.close()
     dist.destroy_process_group(passed)
     del passed, group, child
@@ -64,15 +62,34 @@ def test_somebody_elses_group_is_not_kept_alive(pool: RankPool) -> None:
         assert all(gone), gone
 
 
+def handed_over() -> list[bool]:
+    """Hand a group over and let go of it; say what is left, before and after it is destroyed."""
+    group = Group.make((0, 1))
+    passed, watched = group.hand_over(), weakref.ref(group)
+    del group
+    gc.collect()
+    kept = Group.of(passed) is watched()
+    dist.destroy_process_group(passed)
+    del passed
+    gc.collect()
+    return [kept, watched() is None]
+
+
+def test_a_group_that_a_user_was_given_is_kept_until_they_destroy_it(pool: RankPool) -> None:
+    """What its members have found out together is not lost, and nothing of it outlives it."""
+    for found in pool.run(2, handed_over):
+        assert all(found), found
+
+
 def closed() -> list[bool]:
     """Close a group with children; say what is left."""
     group = Group.make((0, 1))
     child = group.subgroup((0, 1), 20.0)
-    board_of(peers_of(group))
+    assert not peers_of(group).shared_memory.unfinished
     handed_on = child.process_group
     group.close()
     group.close()
-    return [group.board is None, handed_on not in dist.distributed_c10d._world.pg_map]
+    return [group.shared_memory is None, handed_on not in dist.distributed_c10d._world.pg_map]
 
 
 def test_closing_a_group_closes_its_children(pool: RankPool) -> None:

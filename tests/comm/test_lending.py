@@ -11,7 +11,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from loosestep import ZeroRedundancyOptimizer, hook_with_zero_step
-from loosestep.comm.transport import links
 from loosestep.testing import RankPool
 from tests.support.oracle import loss_of, make_net, snapshot
 
@@ -35,8 +34,8 @@ def train(read: str, with_hook: str) -> tuple[dict[str, torch.Tensor], bool, int
         loss_of(net, dist.get_rank(), step).backward()
         zero.step()
     del os.environ["LOOSESTEP_READ_MEMORY"]
-    board = links.board_of(zero.wire.parameter_peers)
-    return snapshot(net), board.readable, zero.wire.take_moved().bytes_sent
+    shared = zero.wire.parameter_peers.shared_memory
+    return snapshot(net), shared.readable, zero.wire.take_moved().bytes_sent
 
 
 @pytest.mark.parametrize("with_hook", ["hook", "step"])

@@ -23,7 +23,7 @@ from loosestep import (
     hook_with_zero_step,
     post_localSGD_hook,
 )
-from loosestep.comm.reasons import in_words
+from loosestep.comm.failure import reason_of
 from loosestep.reducers import Native
 from loosestep.testing import RankPool
 from tests.support.faults import FAULTS, settle, use
@@ -64,7 +64,7 @@ FRAMES += "(most recent call first):\nframe #0: c10::Error::Error(...) + 0x9d (0
 )
 def test_texts_are_made_words(text: str, words: str) -> None:
     """No paths in torch's sources, no addresses, no prefixes, no lines of a traceback."""
-    assert in_words(RuntimeError(text)) == words
+    assert reason_of(RuntimeError(text)) == words
 
 
 class Net(NamedTuple):

@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 import loosestep.comm.reducers
 from loosestep import NotFinite, PeerLost, Strategy, Topology, attach
-from loosestep.comm.group import Group
-from loosestep.comm.peers import peers_of
+from loosestep.comm.group import Group, peers_of
 from loosestep.comm.reducers import mean_into
 from loosestep.reducers import (
     Cast,

@@ -22,8 +22,7 @@ from loosestep import (
     zero,
 )
 from loosestep.comm.flat import STAGING
-from loosestep.comm.group import Group, world_group
-from loosestep.comm.peers import peers_of
+from loosestep.comm.group import Group, peers_of, world_group
 from loosestep.comm.reducers import NOTHING
 from loosestep.comm.reducers.replica_feedback import OfMeans
 from loosestep.lab.trainer.connecting import divided

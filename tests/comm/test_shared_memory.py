@@ -30,13 +30,12 @@ from loosestep import (
     hierarchical_sgd,
 )
 from loosestep.comm import native
-from loosestep.comm.group import Group
-from loosestep.comm.peers import peers_of
+from loosestep.comm.group import Group, peers_of
 from loosestep.comm.reducers import NOTHING, Place, mean_into
 from loosestep.comm.reducers.mean import _reduce_plainly, reduce_into
-from loosestep.comm.transport import links, segments
-from loosestep.comm.transport.board import ARENA_BYTES, WINDOW_BYTES, Layout
+from loosestep.comm.transport import meeting, segments
 from loosestep.comm.transport.segments import Segment
+from loosestep.comm.transport.shared_memory import ARENA_BYTES, WINDOW_BYTES, Layout
 from loosestep.reducers import Mean, Resident
 from loosestep.sync.averager import Averager
 from loosestep.testing import RankPool
@@ -92,7 +91,7 @@ def memory_and_network(dtype_name: str) -> bool:
     dtype, rank = getattr(torch, dtype_name), dist.get_rank()
     ranks = tuple(range(dist.get_world_size()))
     near, far = Group.make(ranks, 20), Group.make(ranks, 20)
-    links.use_network(far)
+    far.use_network()
     same = True
     for numel in SIZES:
         one, other = values(rank, numel, dtype), values(rank, numel, dtype)
@@ -167,8 +166,8 @@ def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(OSError, match="No space left"):
         Segment.create(1 << 20)
     assert len(os.listdir("/proc/self/fd")) == fds
-    _, card = links._introduce(2, Layout.of(2))
-    assert "no shared memory to be had" in card.reason
+    _, said = meeting._introduce(2, Layout.of(2))
+    assert "no shared memory to be had" in said.reason
 
 
 def without_memory() -> tuple[torch.Tensor, int]:
@@ -340,8 +339,8 @@ def refuse_resident(how: str) -> str:
     ranks = tuple(range(dist.get_world_size()))
     group = Group.make(ranks, 20)
     if how == "network":
-        links.use_network(group)
-    links.board_of(peers_of(group))
+        group.use_network()
+    assert (how == "network") == (not peers_of(group).shared_memory.neighbours)
     real = os.posix_fallocate
     if how == "full" and dist.get_rank() == 1:
         os.posix_fallocate = _refuse
@@ -423,7 +422,7 @@ def many_trains() -> bool:
     return True
 
 
-def test_a_train_may_be_longer_than_the_board(pool: RankPool) -> None:
+def test_a_train_may_be_longer_than_the_rows(pool: RankPool) -> None:
     """Slots and windows are used again, and nothing is mixed up."""
     assert pool.run(2, many_trains) == [True] * 2
 
@@ -457,12 +456,12 @@ def without_loops() -> tuple[bool, bool]:
     with mock.patch.object(native, "loops", return_value=has):
         tensors = [values(rank, n, torch.float32) for n in (900_000, 7, 1_200_003)]
         average_(tensors, group.process_group)
-    board = links.board_of(peers_of(group))
+    shared = peers_of(group).shared_memory
     same = [
         torch.equal(t, exact_mean([values(r, t.numel(), t.dtype) for r in range(world)]))
         for t in tensors
     ]
-    return all(same), board.fused
+    return all(same), shared.fused
 
 
 def test_one_rank_without_loops_in_c_stops_trains_for_all(pool: RankPool) -> None:

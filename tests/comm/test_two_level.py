@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from loosestep import NotFinite, PeerLost, Strategy, attach
-from loosestep.comm.group import Group
-from loosestep.comm.peers import Peers, peers_of
+from loosestep.comm.group import Group, peers_of
+from loosestep.comm.peers import Peers
 from loosestep.comm.reducers import NOTHING, Place, mean_into
 from loosestep.reducers import (
     Cast,

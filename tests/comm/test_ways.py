@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from loosestep.comm.group import Group
-from loosestep.comm.peers import peers_of
+from loosestep.comm.group import Group, peers_of
 from loosestep.reducers import (
     Cast,
     ErrorFeedback,

@@ -24,8 +24,8 @@ from loosestep import (
     ddp,
     gradient_hook,
 )
-from loosestep.comm.group import world_group
-from loosestep.comm.peers import Peers, peers_of
+from loosestep.comm.group import peers_of, world_group
+from loosestep.comm.peers import Peers
 from loosestep.comm.reducers import Handle, Place
 from loosestep.comm.reducers.nonfinite import all_finite
 from loosestep.gradients.hook import GradientHook

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from loosestep import NotFinite, PeerLost, Topology, gradient_hook
-from loosestep.comm.group import Group, world_group
-from loosestep.comm.peers import peers_of
+from loosestep.comm.group import Group, peers_of, world_group
 from loosestep.comm.reducers import Place
 from loosestep.gradients.hook import reduce_bucket
 from loosestep.gradients.reductions import Reductions

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loosestep import PeriodicModelAverager, Topology, average_
-from loosestep.comm.group import world_group
-from loosestep.comm.peers import peers_of
+from loosestep.comm.group import peers_of, world_group
 from loosestep.comm.reducers import mean_into
 from loosestep.reducers import Cast, Mean, Native
 from loosestep.sync.averager import Averager

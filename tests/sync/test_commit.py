@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from loosestep import NotFinite, PeerLost, attach, ddp
-from loosestep.comm.group import Group
-from loosestep.comm.peers import Peers, peers_of
+from loosestep.comm.group import Group, peers_of
+from loosestep.comm.peers import Peers
 from loosestep.comm.reducers import Handle, Place
 from loosestep.reducers import (
     ErrorFeedback,

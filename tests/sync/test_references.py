@@ -21,8 +21,8 @@ from loosestep import (
     hierarchical_sgd,
     zero,
 )
-from loosestep.comm.group import Group, world_group
-from loosestep.comm.peers import Peers, peers_of
+from loosestep.comm.group import Group, peers_of, world_group
+from loosestep.comm.peers import Peers
 from loosestep.comm.reducers import Handle, Place
 from loosestep.comm.reducers.feedback import ErrorFeedback
 from loosestep.comm.reducers.quantize import Int4

@@ -28,8 +28,7 @@ from loosestep import (
     post_local_sgd,
 )
 from loosestep.comm.flat import windows
-from loosestep.comm.group import Group, world_group
-from loosestep.comm.peers import peers_of
+from loosestep.comm.group import Group, peers_of, world_group
 from loosestep.comm.torch_versions import buffers_are_broadcast
 from loosestep.gradients import plain
 from loosestep.reducers import Cast, Native

@@ -6,67 +6,51 @@ process has at the moment. Ranks that have different numbers (uneven hosts) then
 different names, and a group that is made again after it was freed finds the old one's addresses in
 the store. So the name here counts how often these very ranks have made a group together, which all
 of them know.
+
+[Note: threads and groups] Messages of one group meet by their order ([Note: order of collectives]
+in ``gradients/plain.py``), so one thread at a time uses it. The user's own thread has the groups of
+the topology: gradients in backward, blocking averages after the step, in program order. Every
+thread that we start gets groups that nobody else uses:
+
+    loosestep overlap   an average under way: groups of its own level and schedule
+    Reductions' lines   gradients by a reducer: a group for each set of peers
+    loosestep-zero      a ZeRO hook: parameters; another group has the gradients
+
+Groups themselves are made on the user's thread, because all ranks must make them in one order.
+Gloo's threads run callbacks, in which nobody waits. ``within`` lets a thread ask a store by a
+connection of its own.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import itertools
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from loosestep.comm.deadline import within
-from loosestep.comm.reasons import in_words
-from loosestep.comm.store import GroupStore
+from loosestep.comm.failure import FIRST_TAG, Failure, LastWords, listen, not_made, reason_of
+from loosestep.comm.flat import WINDOW_BYTES
+from loosestep.comm.peers import Peers
+from loosestep.comm.store import GroupStore, within
 from loosestep.comm.torch_versions import group_name, warn_if_untested
-from loosestep.errors import PeerLost
+from loosestep.comm.transport.meeting import Hosts, meet
+from loosestep.comm.transport.shared_memory import Layout, SharedMemory
 
 if TYPE_CHECKING:
-    from loosestep.comm.transport.board import Board
+    from loosestep.comm.reducers.ways import Ways
 
-STORE_SECONDS = 1.0  # how long the store may take to say who came
-# User code rarely uses tags up here, so a group that the user handed to us can be shared.
-FIRST_TAG = 1 << 24
-NEVER_SENT = FIRST_TAG - 1
-LAST_WORDS = FIRST_TAG - 3
-NOTHING = -2  # has been heard from a member yet
 _LEAVING_SECONDS = 0.05
 
-Kept = TypeVar("Kept")
-
 warn_if_untested()  # here, because all that shares anything between ranks imports this module
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How a group failed; not the error itself, whose traceback would keep the group alive."""
-
-    text: str
-    ranks: tuple[int, ...]
-    phase: str
-
-    def error(self, prefix: str = "") -> PeerLost:
-        """Return it as an error."""
-        return PeerLost(prefix + self.text, ranks=self.ranks, phase=self.phase)
-
-
-@dataclass(frozen=True)
-class Words:
-    """Where last words come to, by group rank ([Note: last words])."""
-
-    heard: torch.Tensor
-    works: list[dist.Work]  # kept: a receive ends with its handle
 
 
 class Group:
@@ -79,6 +63,8 @@ class Group:
     nothing of it outlives that.
     """
 
+    _world: ClassVar[Group | None] = None  # of the default process group; it knows all others
+
     def __init__(
         self,
         process_group: dist.ProcessGroup | None,
@@ -88,29 +74,58 @@ class Group:
         *,
         ours: bool = True,
     ) -> None:
-        self.ranks, self.group_rank, self.store = ranks, group_rank, store
+        self.ranks, self.group_rank, self.size, self.store = ranks, group_rank, len(ranks), store
         # One that belongs to somebody else is not kept alive: they may destroy it any time.
         self._held = process_group if ours else None
         self._borrowed = None if ours or process_group is None else weakref.ref(process_group)
+        kinds = () if process_group is None else process_group._device_types
+        self.device_types = tuple(kind.type for kind in kinds)
+        self.on_cpu = "cpu" in self.device_types  # whether tensors of the CPU can be sent
         self.tags = itertools.count(FIRST_TAG)  # of messages, the same ones on every member
         self.failure: Failure | None = None
-        self.words: Words | None = None  # where the members' last words come to
-        self.board: Board | None = None  # shared memory; None: the members have not met yet
-        self.traits: dict[Hashable, Any] = {}  # what else its members have found out together
+        self.last_words: LastWords | None = None
+        self.hosts: Hosts = []  # the members by host; none: they have not met yet
+        self.shared_memory: SharedMemory | None = None  # None: likewise
+        # Groups inside hosts and between them, by the number of ranks that count as a host; where
+        # that is None, as they have met.
+        self.ways: dict[int | None, Ways | None] = {}
         self._children: dict[Hashable, Group] = {}
         self._made: Counter[tuple[int, ...]] = Counter()  # how often ranks have made a group
-        if process_group is not None:
-            _known[process_group] = weakref.ref(self) if ours else lambda: self
+        # Of the world only: the Groups of c10d groups, which take no attributes, by their names.
+        self._ours: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
+        self._users: dict[str, Group] = {}  # for as long as the c10d group lives
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> Group:
         """Return the Group of a c10d group, always the same one."""
-        found = _known[process_group]() if process_group in _known else None
-        if found is None:
+        world = cls._of_world()
+        if process_group is world.process_group:
+            return world
+        name = process_group.group_name
+        found = world._ours.get(name) or world._users.get(name)
+        if found is None or found._c10d is not process_group:  # names are used again
             ranks = tuple(dist.get_process_group_ranks(process_group))
             me = dist.get_group_rank(process_group, dist.get_rank())
-            found = cls(process_group, ranks, me, _default_store(process_group), ours=False)
+            found = cls(process_group, ranks, me, world.store, ours=False)
+            world._keep(found)
         return found
+
+    @classmethod
+    def _of_world(cls) -> Group:
+        current, known = world_group(), cls._world
+        if known is None or known._c10d is not current:
+            rank, size = dist.get_rank(), dist.get_world_size()
+            store = GroupStore(None, rank)  # one for all groups: it learns who hosts it
+            known = cls._world = cls(current, tuple(range(size)), rank, store, ours=False)
+            weakref.finalize(current, _end_of, known).atexit = False
+        return known
+
+    def _keep(self, group: Group) -> None:
+        """Keep the Group of a user's c10d group, for as long as that lives."""
+        process_group, users = group.process_group, self._users
+        name = process_group.group_name
+        users[name] = group
+        weakref.finalize(process_group, _forget, users, group, name).atexit = False
 
     @classmethod
     def make(
@@ -124,10 +139,11 @@ class Group:
         Its backend is that of ``like``, by default the world's. ``get_pg_count()`` and the names of
         groups made later stay as they are.
         """
-        world = Group.of(world_group())
+        world = cls._of_world()
+        store = world.store
+        assert store is not None, "the world has met by a store"
         backend = c10d._world.pg_map[world.process_group if like is None else like][0]
         limit = world.own_timeout if timeout is None else timedelta(seconds=timeout)
-        store = _default_store(None)
 
         def connect(name: str) -> dist.ProcessGroup:
             made, _ = c10d._new_process_group_helper(
@@ -147,6 +163,7 @@ class Group:
             connect, world._next_name(ranks), ranks, dist.get_rank(), store, limit
         )
         c10d._world.pg_group_ranks[group.process_group] = {rank: i for i, rank in enumerate(ranks)}
+        world._ours[group.process_group.group_name] = group
         return group
 
     @classmethod
@@ -206,9 +223,9 @@ class Group:
             # In a thread: where the store's host hangs, torch's own time-out does not end the call.
             process_group = within(limit.total_seconds() + 1.0, attempt)
         except (RuntimeError, TimeoutError) as error:
-            reason = in_words(error)
-        if reason:
-            raise _not_made(name, ranks, rank, store, reason)
+            reason = reason_of(error)
+        if reason:  # not before: [Note: errors outside except]
+            raise not_made(name, ranks, rank, store, reason)
         made = cls(process_group, ranks, ranks.index(rank), store)
         _open.add(made)
         made.listen()
@@ -222,16 +239,15 @@ class Group:
         return f"Group(ranks {list(self.ranks)}, seen by rank {self.ranks[self.group_rank]})"
 
     @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return len(self.ranks)
-
-    @property
     def process_group(self) -> dist.ProcessGroup:
         """The c10d group."""
-        found = self._held if self._borrowed is None else self._borrowed()
+        found = self._c10d
         assert found is not None, f"{self} sends no messages: it is alone, or was closed"
         return found
+
+    @property
+    def _c10d(self) -> dist.ProcessGroup | None:
+        return self._held if self._borrowed is None else self._borrowed()
 
     @property
     def own_timeout(self) -> timedelta:
@@ -239,11 +255,6 @@ class Group:
         group = self.process_group
         timeout: timedelta = group._get_backend(group._device_types[-1]).options._timeout
         return timeout
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether tensors of the CPU can be sent."""
-        return any(kind.type == "cpu" for kind in self.process_group._device_types)
 
     def subgroup(self, ranks: tuple[int, ...], timeout: float | None = None) -> Group:
         """Return the group of some of the ranks, made once; its members ask together."""
@@ -255,19 +266,34 @@ class Group:
         """Return a group of the same ranks that nobody else uses; one for each time-out."""
         return self if self.size == 1 else self.subgroup(self.ranks, timeout)
 
-    def find_out(self, question: Hashable, ask: Callable[[], Kept]) -> Kept:
-        """Return what the members have found out together; ``ask`` does so the first time."""
-        if question not in self.traits:
-            self.traits[question] = ask()
-        found: Kept = self.traits[question]
-        return found
+    def share_memory(self, peers: Peers) -> SharedMemory:
+        """Let the members meet, by way of a view of this group; a collective call."""
+        self.hosts, self.shared_memory = meet(peers)
+        return self.shared_memory
+
+    def use_network(self) -> None:
+        """Send everything by the network; all members must say so before the first use."""
+        self.hosts = [(member,) for member in range(self.size)]
+        self.shared_memory = SharedMemory(None, self.size, Layout(WINDOW_BYTES))
+
+    def hand_over(self) -> dist.ProcessGroup:
+        """Return the c10d group, which is a user's from now on: it lives until they destroy it.
+
+        The world's Group keeps this one as long, so that it is found again.
+        """
+        process_group = self.process_group
+        self._held, self._borrowed = None, weakref.ref(process_group)
+        Group._of_world()._keep(self)
+        return process_group
 
     def close(self) -> None:
         """Close the connections of a group of ours, and of its children; safe to call twice."""
         while self._children:
             self._children.popitem()[1].close()
-        self.words = self.board = None
-        self.traits.clear()
+        while self._users:
+            self._users.popitem()[1].close()
+        self.last_words = self.shared_memory = None
+        self.hosts, self.ways = [], {}
         group, self._held = self._held, None
         _open.discard(self)
         if group is not None and dist.is_initialized() and group in c10d._world.pg_map:
@@ -275,27 +301,8 @@ class Group:
 
     def listen(self) -> None:
         """Be ready for the others' last words; asks nothing of them, and does so once."""
-        if self.words is not None or self.size == 1 or not self.on_cpu:
-            return
-        heard, works = torch.full((self.size,), NOTHING), []
-        for member in range(self.size):
-            if member != self.group_rank:
-                with contextlib.suppress(RuntimeError):  # it has gone already
-                    into = [heard[member : member + 1]]
-                    works.append(self.process_group.recv(into, member, LAST_WORDS))
-        self.words = Words(heard, works)
-
-    def hang_up(self) -> None:
-        """Close all connections, so that those who wait for this rank need not sit it out."""
-        if not self.on_cpu:
-            return
-        nothing = torch.empty(1, dtype=torch.uint8)
-        for peer in range(self.size):
-            # Gloo does so when a wait times out; one for a peer that is gone ends at once.
-            if peer != self.group_rank:
-                with contextlib.suppress(RuntimeError):
-                    waiting = self.process_group.recv([nothing], peer, NEVER_SENT)
-                    waiting.wait(timedelta(milliseconds=1))
+        if self.last_words is None and self.size > 1 and self.on_cpu:
+            self.last_words = listen(self)
 
     def _make(self, ranks: tuple[int, ...], timeout: float | None) -> Group:
         store = self.store
@@ -312,12 +319,18 @@ class Group:
         return self._children[key]
 
 
-# The one place where the Group of a c10d group is found again: c10d's objects take no attributes,
-# and calls such as average_(tensors, group) come with nothing else. An entry keeps the Group of
-# somebody else's c10d group, for as long as that lives, and none of ours.
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, Callable[[], Group | None]] = (
-    weakref.WeakKeyDictionary()
-)
+def _end_of(world: Group) -> None:
+    """Let go of the world's Group, and with it of all others, when its c10d group has ended."""
+    if Group._world is world:
+        Group._world = None
+    world.close()
+
+
+def _forget(users: dict[str, Group], group: Group, name: str) -> None:
+    if users.get(name) is group:  # and not the Group of another one that took the name
+        del users[name]
+
+
 _open: weakref.WeakSet[Group] = weakref.WeakSet()  # groups of ours that have connections
 
 
@@ -329,7 +342,7 @@ def leave() -> None:
     the process aborts ("terminate called without an active exception"). A group that is freed has
     ended its threads. Those that somebody still holds get a moment in which the lock is free.
     """
-    _known.clear()
+    Group._world = None
     gc.collect()  # modules and their hooks are cycles that hold groups
     if _open:
         time.sleep(_LEAVING_SECONDS)
@@ -355,33 +368,14 @@ def world_group() -> dist.ProcessGroup:
     return group
 
 
-def _default_store(group: dist.ProcessGroup | None) -> GroupStore:
-    """Return the store of the default process group, one for all groups: it learns who hosts it."""
-    world = world_group()
-    if group is world:
-        return GroupStore(None, dist.get_rank())
-    store = Group.of(world).store
-    assert store is not None, "the world has met by a store"
-    return store
-
-
-def _not_made(
-    name: str, ranks: tuple[int, ...], rank: int, store: GroupStore, reason: str
-) -> PeerLost:
-    def absent(reached: Any) -> tuple[int, ...]:
-        return tuple(rank for rank in ranks if not reached.check([f"{name}/{rank}"]))
-
-    missing = store.ask(STORE_SECONDS, absent)
-    if missing is not None:
-        who = f"ranks {list(missing)} did not come" if missing else "one of them was lost"
-    elif store.host is None:
-        who = "the store does not answer, so the rank that hosts it (0, as a rule) hangs or is gone"
-    else:
-        missing = (store.host,)
-        who = f"the store does not answer, so rank {store.host}, which hosts it, hangs or is gone"
-    return PeerLost(
-        f"rank {rank}: cannot make a process group of ranks {list(ranks)}: {who} "
-        f"({reason}). A rank that died, hangs or was given other ranks to average with does this",
-        ranks=missing or (),
-        phase="making a process group",
-    )
+def peers_of(
+    group: Group | dist.ProcessGroup,
+    *,
+    level: str = "group",
+    weights: tuple[float, ...] | None = None,
+    timeout: float | None = None,
+) -> Peers:
+    """Return this rank's view of ``group``."""
+    known = group if isinstance(group, Group) else Group.of(group)
+    known.listen()
+    return Peers(known, level, weights, timeout)

@@ -9,14 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from loosestep.comm.blame import Notes
-from loosestep.comm.group import Failure, Group
-from loosestep.comm.reasons import in_words
+from loosestep.comm.failure import Failure, Notes, hang_up, reason_of
+from loosestep.comm.flat import WINDOW_BYTES
 from loosestep.errors import PeerLost
+
+if TYPE_CHECKING:
+    from loosestep.comm.group import Group
+    from loosestep.comm.transport.meeting import Hosts
+    from loosestep.comm.transport.shared_memory import SharedMemory
+
+DEPTH = 12  # by the network; more: less waiting for each other
 
 
 @dataclass(frozen=True)
@@ -56,20 +63,14 @@ class Peers:
     phase: Phase = field(default=Phase("talking"))
     checked: bool = False  # whether all have said already which of them have a say
 
-    @property
-    def global_ranks(self) -> tuple[int, ...]:
-        """The members, by group rank."""
-        return self.group.ranks
+    # Of the group, and here because they are read everywhere.
+    global_ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)  # by group rank
+    group_rank: int = field(init=False, repr=False, compare=False)
+    size: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def group_rank(self) -> int:
-        """The place of this rank among them."""
-        return self.group.group_rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks in the group."""
-        return len(self.group.ranks)
+    def __post_init__(self) -> None:
+        group = self.group
+        vars(self).update(global_ranks=group.ranks, group_rank=group.group_rank, size=group.size)
 
     @property
     def others(self) -> list[int]:
@@ -82,6 +83,33 @@ class Peers:
         if self.timeout is not None:
             return self.timeout
         return self.group.own_timeout.total_seconds()
+
+    @property
+    def shared_memory(self) -> SharedMemory:
+        """What the members on this host share; a group's first call is collective."""
+        return self.group.shared_memory or self.group.share_memory(self)
+
+    @property
+    def hosts(self) -> Hosts:
+        """The members by host; a group's first call is collective."""
+        if not self.group.hosts:
+            self.group.share_memory(self)
+        return self.group.hosts
+
+    @property
+    def depth(self) -> int:
+        """How many buffers may be on their way in each direction; the first call is collective.
+
+        Through memory one: while it is filled, a second is summed and a third emptied.
+        """
+        return 1 if self.size > 1 and self.shared_memory.any_neighbours else DEPTH
+
+    @property
+    def window_bytes(self) -> int:
+        """How large a buffer may be on this group; its first call is collective."""
+        if self.size == 1 or self.shared_memory.fused:
+            return WINDOW_BYTES  # a train cuts them itself
+        return self.shared_memory.layout.window_bytes
 
     def muted(self, ranks: Sequence[int]) -> Peers:
         """Return the same with a weight of 0 for some global ranks, which then have no say."""
@@ -103,7 +131,9 @@ class Peers:
         self.check()
         if messages and messages[0].tensor.device.type != "cpu":
             return self._post_batch(messages, tag)
-        return [self._launch(message, tag) for message in messages]
+        # The backend's own verbs: torch.distributed.isend adds checks that cost more than it does.
+        group = self.group.process_group
+        return [self._launch(group, message, tag) for message in messages]
 
     def check(self) -> None:
         """Raise if the group has failed before, or was given up."""
@@ -111,9 +141,10 @@ class Peers:
             raise failure.error("this process group failed before and cannot go on: ")
 
     def give_up(self, reason: str) -> None:
-        """Close the group to later calls, and end those that wait through memory now."""
+        """Close the group to later calls, and end those that wait now."""
         if self.group.failure is None:
             self.group.failure = Failure(reason, (), str(self.phase))
+        hang_up(self.group)
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Hand ``payload`` to every member and return all payloads by group rank."""
@@ -158,17 +189,14 @@ class Peers:
         self.group.failure = Failure(text, suspects, str(self.phase))
         return self.group.failure.error()
 
-    def _launch(self, message: Message, tag: int) -> Transfer:
-        group = self.group.process_group
-        # The backend's own verbs: torch.distributed.isend adds checks that cost more than it does.
+    def _launch(self, group: dist.ProcessGroup, message: Message, tag: int) -> Transfer:
         verb = group.send if message.outgoing else group.recv
         reason = ""
         try:
             work = verb([message.tensor], message.peer, tag)
         except RuntimeError as error:
-            reason = in_words(error)
-        # Outside the except block: a kept traceback would keep the group's sockets open.
-        if reason:
+            reason = reason_of(error)
+        if reason:  # not before: [Note: errors outside except]
             raise self.lost(message.peer, reason)
         return Transfer(work, self, message.peer)
 
@@ -207,14 +235,12 @@ class Peers:
 
     def device_for(self, device: torch.device) -> torch.device:
         """Return ``device`` if the group can move its tensors, else one that it can."""
-        kinds = {kind.type for kind in self.group.process_group._device_types}
-        return device if device.type in kinds else self._message_device()
+        return device if device.type in self.group.device_types else self._message_device()
 
     def _message_device(self) -> torch.device:
-        kinds = {device.type for device in self.group.process_group._device_types}
-        if "cpu" in kinds:
+        if self.group.on_cpu:
             return torch.device("cpu")
-        return torch.device(kinds.pop(), torch.accelerator.current_device_index())
+        return torch.device(self.group.device_types[-1], torch.accelerator.current_device_index())
 
 
 @dataclass
@@ -235,19 +261,6 @@ class Transfer:
             else:
                 self.work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
-            reason = in_words(error)
-        if reason:
+            reason = reason_of(error)
+        if reason:  # not before: [Note: errors outside except]
             raise self.peers.lost(self.peer, reason)
-
-
-def peers_of(
-    group: Group | dist.ProcessGroup,
-    *,
-    level: str = "group",
-    weights: tuple[float, ...] | None = None,
-    timeout: float | None = None,
-) -> Peers:
-    """Return this rank's view of ``group``."""
-    known = group if isinstance(group, Group) else Group.of(group)
-    known.listen()
-    return Peers(known, level, weights, timeout)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-
-from loosestep.comm.deadline import within
 
 Answer = TypeVar("Answer")
 
@@ -73,6 +72,33 @@ class GroupStore:
             # Refused at once where nobody listens; torch goes on trying, and prints a stack trace.
             socket.create_connection(address, _CONNECT_SECONDS).close()
         return self.c10d.clone()
+
+
+def within(seconds: float, call: Callable[[], Answer]) -> Answer:
+    """Return what ``call`` returns; raise what it raises, or ``TimeoutError`` when it takes longer.
+
+    It runs in a thread of its own, which is left behind where it never returns.
+
+    >>> within(1.0, lambda: 3)
+    3
+    """
+    answers: list[Answer] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(call())
+        except BaseException as error:  # handed on to the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors.pop()
+    if not answers:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return answers[0]
 
 
 def _address(store: Any) -> tuple[str, int] | None:

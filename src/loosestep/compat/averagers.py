@@ -168,7 +168,7 @@ class HierarchicalModelAverager(ModelAverager, levels_in_torch.HierarchicalModel
                 dist.new_subgroups_by_enumeration(blocks)[0],  # type: ignore[no-untyped-call]
             )
         mine = next(block for block in blocks if dist.get_rank() in block)
-        return Group.make(tuple(mine), self.timeout).process_group
+        return Group.make(tuple(mine), self.timeout).hand_over()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the process groups of the levels too."""

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging import averagers as in_torch
 from torch.nn.parallel import DistributedDataParallel
 
-from loosestep.comm.group import Group, require_process_group, world_group
-from loosestep.comm.peers import Peers, peers_of
+from loosestep.comm.group import Group, peers_of, require_process_group, world_group
+from loosestep.comm.peers import Peers
 from loosestep.comm.reducers import Mean, NonFinite, Reducer, check_reducer
 from loosestep.comm.reducers.reducer import check_policy
 from loosestep.comm.tensors import Named, unique
@@ -168,7 +168,7 @@ class ModelAverager(in_torch.ModelAverager):
         """Find the process group again: the world, or a new one with the same ranks."""
         ranks = state.pop("_ranks")
         self.__dict__.update(state)
-        self.process_group = world_group() if self._own else Group.make(tuple(ranks)).process_group
+        self.process_group = world_group() if self._own else Group.make(tuple(ranks)).hand_over()
 
     def _left_out(self) -> dict[str, Any]:
         """Return what a copy has in place of engine and groups: the engine's state."""

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from loosestep.comm.group import Group, require_process_group, world_group
-from loosestep.comm.peers import peers_of
+from loosestep.comm.group import Group, peers_of, require_process_group, world_group
 from loosestep.comm.tensors import unique
 from loosestep.sync.averager import Averager
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as in_torch
 
-from loosestep.comm.group import Group, world_group
-from loosestep.comm.peers import Phase, peers_of
-from loosestep.comm.places import host_key
+from loosestep.comm.group import Group, peers_of, world_group
+from loosestep.comm.peers import Phase
+from loosestep.comm.transport.meeting import host_key
 from loosestep.errors import check_instance, check_whole, warn_once
 from loosestep.gradients.backward import Landing
 from loosestep.gradients.sharing import finished, mean_future, wait_for
@@ -135,4 +135,4 @@ def _host_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     hosts = [name.decode() for name in peers.exchange(host_key().encode())]
     ranks = zip(peers.global_ranks, hosts, strict=True)
     mine = tuple(rank for rank, host in ranks if host == host_key())
-    return group if len(mine) == peers.size else Group.make(mine).process_group
+    return group if len(mine) == peers.size else Group.make(mine).hand_over()

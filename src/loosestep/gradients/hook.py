@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 
 from loosestep.comm.flat import STAGING
-from loosestep.comm.group import world_group
-from loosestep.comm.peers import Peers, Phase, peers_of
+from loosestep.comm.group import peers_of, world_group
+from loosestep.comm.peers import Peers, Phase
 from loosestep.comm.reducers import Place, Reducer, check_hosts_fit
 from loosestep.errors import NotFinite, check_instance, check_seconds
 from loosestep.gradients.reductions import (

@@ -55,7 +55,7 @@ class InRooms(ByReducer):
     """Buckets of a plain module in memory that the ranks of a host share."""
 
     bucket_type = ResidentBucket
-    most_under_way = 32  # a board has slots for four times as many, on all ranks the same ones
+    most_under_way = 32  # there are slots for four times as many, on all ranks the same ones
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """Let the first ones move into memory that all levels' neighbours see.

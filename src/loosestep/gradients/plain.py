@@ -1,9 +1,9 @@
 """Gradients of a plain module: buckets of our own, filled while backward runs.
 
-Buckets are launched in one fixed order on every rank. [Note: order of collectives] A bucket that
-is complete waits for the ones before it, and what is left when backward ends (parameters that
-this rank did not use) is launched then. Launching whatever happens to be complete would pair
-different buckets on different ranks.
+[Note: order of collectives] Messages meet by their order, so all ranks launch the same ones in one
+order, whatever happens first on each. Here a bucket that is complete waits for the ones before it,
+and what is left when backward ends (parameters that this rank did not use) is launched then.
+Launching whatever happens to be complete would pair different buckets on different ranks.
 """
 
 from __future__ import annotations

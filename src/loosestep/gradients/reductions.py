@@ -136,6 +136,7 @@ class _Line:
 
     def __init__(self) -> None:
         self._jobs: queue.Queue[Job | None] = queue.Queue()
+        # [Note: threads and groups] in comm/group.py.
         self._thread = threading.Thread(target=_work, args=(self._jobs,), daemon=True)
         self._thread.start()
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from loosestep.comm.failure import reason_of
 from loosestep.comm.peers import Peers, Phase
-from loosestep.comm.reasons import in_words
 from loosestep.comm.reducers import Native
 from loosestep.errors import NotAttachable
 from loosestep.gradients.reductions import Reductions
@@ -91,9 +91,8 @@ def wait_for(future: torch.futures.Future[Any], peers: Peers) -> Any:
     try:
         return future.wait()
     except RuntimeError as error:
-        reason = in_words(error)
-    # Outside the except block: a kept traceback would keep the group's sockets open.
-    raise peers.lost(None, reason)
+        reason = reason_of(error)
+    raise peers.lost(None, reason)  # [Note: errors outside except]
 
 
 @dataclass

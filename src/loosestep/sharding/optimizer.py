@@ -23,8 +23,8 @@ from torch._compile import _disable_dynamo as untraced
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from loosestep.comm.agreement import agree, state
-from loosestep.comm.group import Group, require_process_group, world_group
-from loosestep.comm.peers import Peers, Phase, peers_of
+from loosestep.comm.group import Group, peers_of, require_process_group, world_group
+from loosestep.comm.peers import Peers, Phase
 from loosestep.errors import check_instance
 from loosestep.sharding.kinds import acceptance_of, kind_of
 from loosestep.sharding.options import ZeroOptions

@@ -145,12 +145,13 @@ class AfterLast:
 class EachBucket:
     """A step for every bucket, on a thread of its own, in the order of the buckets.
 
-    [Note: order of collectives] One thread does all of it, so that every rank gathers parameters
-    in the same order, however its gradients come in.
+    One thread does all of it, so that every rank gathers parameters in the same order, however its
+    gradients come in ([Note: order of collectives] in ``gradients/plain.py``).
     """
 
     def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
         self._zero = zero
+        # [Note: threads and groups] in comm/group.py.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loosestep-zero")
         self._steps: deque[Future[None]] = deque()
         self._failed = False

@@ -12,7 +12,7 @@ import torch
 from loosestep.comm.flat import STAGING
 from loosestep.comm.peers import Message, Peers, Phase
 from loosestep.comm.reducers.parcels import GatherFromOwners, ReduceToOwners
-from loosestep.comm.transport.links import reach
+from loosestep.comm.transport.exchange import reach
 from loosestep.errors import NotShardable
 from loosestep.sharding.ownership import Ownership, as_laid_out, laid_out_like, memory_of
 from loosestep.sharding.shard_set import Parts
@@ -26,8 +26,9 @@ DEPTH = 2  # such gathers under way at once
 class ShardWire:
     """Moves gradients and parameters between their owners, each on a group of its own.
 
-    [Note: two groups] While backward runs, gradients are sent by one thread and parameters by
-    another. On one group the two would mix in an order that differs from rank to rank.
+    While backward runs, gradients are sent by one thread and parameters by another. On one group
+    the two would mix in an order that differs from rank to rank ([Note: threads and groups] in
+    ``comm/group.py``).
     """
 
     def __init__(

@@ -183,7 +183,7 @@ class Topology:
         It is the caller's to keep. A sharded optimizer takes it:
         ``process_group=topology.process_group("host")``.
         """
-        return Group.make(self.members(level), self.timeout).process_group
+        return Group.make(self.members(level), self.timeout).hand_over()
 
     def describe(self) -> str:
         """Return the levels and weights as one line, to be compared across ranks."""

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from loosestep.comm.agreement import Header, Progress, Statement, agree, state
 from loosestep.comm.fingerprints import fingerprints
 from loosestep.comm.flat import OWN_WINDOW_BYTES, WINDOW_BYTES, windows
-from loosestep.comm.group import Group, require_process_group, world_group
-from loosestep.comm.peers import Peers, Phase, peers_of
+from loosestep.comm.group import Group, peers_of, require_process_group, world_group
+from loosestep.comm.peers import Peers, Phase
 from loosestep.comm.reducers import Mean, NonFinite, Reducer, check_reducer
 from loosestep.comm.reducers.backend import First
 from loosestep.comm.reducers.division import Division, sampled, whole_name
@@ -33,7 +33,6 @@ from loosestep.comm.tensors import (
     shard_key,
     unique,
 )
-from loosestep.comm.transport import links
 from loosestep.errors import check_instance, check_seconds
 from loosestep.strategy.topology import check_weights
 from loosestep.sync.finite import Batch, batches, first_nonfinite, not_finite, whole_replicas
@@ -414,7 +413,7 @@ class Averager:
 
     def _window_size(self, peers: Peers) -> int:
         # Windows show in what a lossy reducer does, and the way that bytes travel must not.
-        most = self._window_bytes if self.reducer.lossy else links.window_bytes(peers)
+        most = self._window_bytes if self.reducer.lossy else peers.window_bytes
         return min(self._window_bytes, most)
 
     def _sender(self, jobs: Sequence[Job]) -> Sender:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from loosestep.comm.agreement import Statement, agree
 from loosestep.comm.group import Group, require_process_group
 from loosestep.comm.peers import Peers
-from loosestep.comm.places import host_key
+from loosestep.comm.transport.meeting import host_key
 from loosestep.strategy.topology import HostTopology, Topology
 
 

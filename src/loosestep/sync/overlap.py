@@ -8,7 +8,8 @@ https://arxiv.org/abs/1906.12043. The training thread stands still for one copy 
 sum at landing. A snapshot and a mean are kept in memory beside the model (``Overlap.nbytes``).
 
 [Note: order of messages] The ranks agree and average on that thread, over process groups that
-nothing else uses meanwhile; all of them launch in the same order, one at a time.
+nothing else uses meanwhile ([Note: threads and groups] in ``comm/group.py``); all of them launch in
+the same order, one at a time.
 """
 
 from __future__ import annotations
@@ -199,7 +200,6 @@ class Flight:
             self._thread.join(LINGER_SECONDS)
             if self.flying and self.peers is not None:
                 self.peers.give_up("an average under way was given up")
-                self.peers.group.hang_up()
                 self._thread.join(LINGER_SECONDS)
 
     def _limit(self) -> float:

@@ -21,7 +21,6 @@ from loosestep.comm.flat import STAGING, Window, pack, pack_difference, unpack, 
 from loosestep.comm.peers import Peers, Phase
 from loosestep.comm.reducers import NOTHING, Handle, Native, Place, Reducer, State
 from loosestep.comm.tensors import Named
-from loosestep.comm.transport import links
 from loosestep.telemetry.traffic import Traffic
 
 BUDGET_BYTES = 12 << 20  # what they may take together, in each direction; one is always allowed
@@ -222,7 +221,7 @@ class Averaging:
     ) -> None:
         self._afterwards = afterwards
         self._jobs = deque(jobs)
-        self._depth = min((links.depth(job.peers) for job in jobs), default=1)
+        self._depth = min((job.peers.depth for job in jobs), default=1)
         self._sender, self._largest, self._step = sender, largest, step
         self._inbound: deque[Sent | SentTogether] = deque()
         self._outbound: deque[Sent | SentTogether] = deque()

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from loosestep.comm.failure import reason_of
 from loosestep.comm.peers import Peers
-from loosestep.comm.reasons import in_words
 from loosestep.comm.reducers.reducer import Done, Handle, Place, Reducer
 from loosestep.errors import check_instance
 from loosestep.telemetry.traffic import Traffic
@@ -81,8 +81,8 @@ class _Collective(Handle):
         try:
             self._work.wait() if timeout is None else self._work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
-            reason = in_words(error)
-        if reason:
+            reason = reason_of(error)
+        if reason:  # not before: [Note: errors outside except]
             raise self._peers.lost(None, reason)
 
 

@@ -24,7 +24,7 @@ from loosestep.comm.peers import Peers, Phase
 from loosestep.comm.reducers.parcels import GatherFromOwners
 from loosestep.comm.reducers.reducer import Reducer
 from loosestep.comm.tensors import Named
-from loosestep.comm.transport.links import reach
+from loosestep.comm.transport.exchange import reach
 from loosestep.errors import RankMismatch
 from loosestep.telemetry.traffic import Traffic
 

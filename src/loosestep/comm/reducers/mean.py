@@ -28,8 +28,7 @@ from loosestep.comm.peers import Peers
 from loosestep.comm.reducers.pieces import InPieces, cut
 from loosestep.comm.reducers.reducer import Done, Handle, Place, Reducer
 from loosestep.comm.reducers.train import Train, can_go
-from loosestep.comm.transport.exchange import Exchange, Task
-from loosestep.comm.transport.links import board_of, exchanges, largest
+from loosestep.comm.transport.exchange import Exchange, Task, exchanges, largest
 from loosestep.telemetry.traffic import Traffic
 
 BLOCK = 1 << 15  # elements summed at a time: what is summed stays in the cache
@@ -194,11 +193,11 @@ class Mean(Reducer):
     def takes_many(self, peers: Peers, dtype: torch.dtype, device: torch.device) -> bool:
         """Say whether ``start_many`` can be used; the same on all ranks."""
         own = type(self).start is Mean.start  # a subclass may want to see every buffer
-        return own and peers.size > 1 and can_go(board_of(peers), peers, dtype, device)
+        return own and peers.size > 1 and can_go(peers.shared_memory, peers, dtype, device)
 
     def start_many(self, buffers: Sequence[torch.Tensor], peers: Peers) -> Handle:
         """Launch the mean of several buffers of one dtype."""
-        return Train(buffers, peers, board_of(peers))
+        return Train(buffers, peers, peers.shared_memory)
 
     def bytes_on_wire(
         self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0

@@ -16,9 +16,9 @@ import torch
 from loosestep.comm.flat import STAGING
 from loosestep.comm.peers import Message, Peers, Transfer
 from loosestep.comm.reducers.mean import reduce_into
-from loosestep.comm.transport.board import Board
-from loosestep.comm.transport.lending import Handout, Loan, Ranges
-from loosestep.comm.transport.links import reach
+from loosestep.comm.transport.exchange import reach
+from loosestep.comm.transport.shared_memory import SharedMemory
+from loosestep.comm.transport.shared_tensors import Ranges, SharedPieces, SharedTensor
 from loosestep.telemetry.traffic import Traffic
 
 BLOCK = 1 << 18  # elements summed at a time; smaller: more system calls, larger: more memory
@@ -55,10 +55,10 @@ class Delivery(Protocol):
 
 def deliver(parcels: Parcels) -> list[Delivery]:
     """Start to deliver to all peers; a group's first call is collective."""
-    board, distant = reach(parcels.peers, parcels.source.device)
+    shared, distant = reach(parcels.peers, parcels.source.device)
     started: list[Delivery] = []
-    if board is not None:
-        started.append(MemoryDelivery(parcels, board))
+    if shared is not None:
+        started.append(MemoryDelivery(parcels, shared))
     if distant:
         started.append(SocketDelivery(parcels, distant))
     return started
@@ -69,29 +69,29 @@ class MemoryDelivery:
 
     in_memory = True
 
-    def __init__(self, parcels: Parcels, board: Board) -> None:
-        self._parcels, self._loan = parcels, Loan(board, parcels.peers, [parcels.source])
-        self.members = self._loan.members
+    def __init__(self, parcels: Parcels, shared: SharedMemory) -> None:
+        self._parcels, self._tensor = parcels, SharedTensor(shared, parcels.peers, [parcels.source])
+        self.members = self._tensor.members
 
     def ready(self) -> None:
         """Return when the neighbours have told where their tensors lie."""
         for member in self.members:
-            self._loan.wait(member)
+            self._tensor.wait(member)
 
     def read(self, member: int, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
         """Copy some of a neighbour's elements to the front of ``scratch``."""
         into = scratch[: stop - start]
-        self._loan.read(member, clip(self._parcels.incoming[member], start, stop), into)
+        self._tensor.read(member, clip(self._parcels.incoming[member], start, stop), into)
         return into
 
     def taken(self) -> None:
         """Let the neighbours have their memory back."""
         for member in self.members:
-            self._loan.taken(member)
+            self._tensor.taken(member)
 
     def release(self) -> None:
         """Return when the neighbours have read mine."""
-        self._loan.close()
+        self._tensor.close()
 
 
 class SocketDelivery:
@@ -240,16 +240,16 @@ class GatherFromOwners:
     def __init__(self, places: Sequence[Sequence[torch.Tensor]], peers: Peers) -> None:
         self._places, self._mine = places, places[peers.group_rank]
         first = next(place for member in places for place in member)
-        board, distant = reach(peers, first.device)
-        self._handout = None if board is None else Handout(self._mine, peers, board)
+        shared, distant = reach(peers, first.device)
+        self._pieces_shared = None if shared is None else SharedPieces(self._mine, peers, shared)
         self._sockets = self._send(first, distant, peers) if distant else None
         size = sum(piece.nbytes for piece in self._mine)
         self.traffic = Traffic(size * len(distant), size * (peers.size - 1 - len(distant)))
 
     def wait(self) -> None:
         """Return when all places hold their owners' values and nobody needs mine any more."""
-        if self._handout is not None:
-            self._handout.collect(self._places)
+        if self._pieces_shared is not None:
+            self._pieces_shared.collect(self._places)
         if self._sockets is not None:
             self._sockets.ready()
             for member in self._sockets.members:
@@ -257,8 +257,8 @@ class GatherFromOwners:
             self._sockets.taken()
             self._sockets.release()
             STAGING.give(self._packed)
-        if self._handout is not None:
-            self._handout.release()
+        if self._pieces_shared is not None:
+            self._pieces_shared.release()
 
     def _send(self, like: torch.Tensor, distant: list[int], peers: Peers) -> SocketDelivery:
         sizes = [sum(place.numel() for place in member) for member in self._places]

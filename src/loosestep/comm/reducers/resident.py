@@ -23,9 +23,8 @@ from loosestep.comm.reducers.mean import Mean
 from loosestep.comm.reducers.reducer import NOTHING
 from loosestep.comm.sharded_types import is_dtensor
 from loosestep.comm.tensors import Named
-from loosestep.comm.transport.board import Board, Home
-from loosestep.comm.transport.links import board_of
 from loosestep.comm.transport.segments import Segment
+from loosestep.comm.transport.shared_memory import Home, SharedMemory
 from loosestep.errors import NotAttachable
 
 logger = logging.getLogger(__name__)
@@ -88,8 +87,8 @@ def room(
     for peers in sorted(groups, key=lambda group: -group.size):
         if peers.size == 1:
             continue
-        board = board_of(peers)
-        refusal = _out_of_reach(board, peers)
+        shared = peers.shared_memory
+        refusal = _out_of_reach(shared, peers)
         if strange is not None:
             refusal = f"they must be on the CPU, got {strange}"
         if segment is None and not refusal:
@@ -97,7 +96,7 @@ def room(
                 segment = Segment.create(size)
             except OSError as error:
                 refusal = NO_MEMORY.format(error)
-        _introduce("gradients", board, segment, refusal, peers)
+        _introduce("gradients", shared, segment, refusal, peers)
     return None if segment is None else segment.bytes()
 
 
@@ -105,14 +104,14 @@ def _move_in(peers: Peers, tensors: Sequence[torch.Tensor]) -> None:
     """Move parameters, unless no rank has any: gradients get their rooms later."""
     if not any(map(any, peers.exchange_fixed(bytes([bool(tensors)])))):
         return
-    board = board_of(peers)
-    refusal, segment = _out_of_reach(board, peers) or _immovable(tensors), None
+    shared = peers.shared_memory
+    refusal, segment = _out_of_reach(shared, peers) or _immovable(tensors), None
     if tensors and not refusal:
         try:
             segment = _home_of(tensors) or _move(tensors)
         except OSError as error:
             refusal = NO_MEMORY.format(error)
-    _introduce("parameters", board, segment, refusal, peers)
+    _introduce("parameters", shared, segment, refusal, peers)
 
 
 def move_in(place: torch.Tensor, values: torch.Tensor) -> None:
@@ -125,12 +124,12 @@ def move_in(place: torch.Tensor, values: torch.Tensor) -> None:
     loops.copy_home(place.data_ptr(), values.data_ptr(), values.nbytes)
 
 
-def _out_of_reach(board: Board, peers: Peers) -> str:
+def _out_of_reach(shared: SharedMemory, peers: Peers) -> str:
     """Return why memory would be of no use on this level, or ''."""
-    host = next(members for members in board.hosts if peers.group_rank in members)
-    missing = [peers.global_ranks[m] for m in host if m not in board.neighbours]
+    host = next(members for members in peers.hosts if peers.group_rank in members)
+    missing = [peers.global_ranks[m] for m in host if m not in shared.neighbours]
     missing.remove(peers.global_ranks[peers.group_rank])
-    if missing or not board.any_neighbours:
+    if missing or not shared.any_neighbours:
         return f"ranks {missing or 'of other hosts'} are not reached through shared memory"
     return ""
 
@@ -180,15 +179,15 @@ def _placed(like: torch.Tensor, memory: torch.Tensor, place: int) -> torch.Tenso
 
 
 def _introduce(
-    what: str, board: Board, segment: Segment | None, refusal: str, peers: Peers
+    what: str, shared: SharedMemory, segment: Segment | None, refusal: str, peers: Peers
 ) -> None:
     """Let the neighbours map my segment and map theirs; raise on all where one cannot."""
     peers = peers.during(Phase(f"sharing resident {what}"))
-    key = len(board.shared) + 1
+    key = len(shared.homes) + 1
     fd, size = (-1, 0) if segment is None else (segment.fd, segment.size)
-    cards = [json.loads(p) for p in peers.exchange(json.dumps([refusal, fd, size]).encode())]
-    for member, neighbour in board.neighbours.items():
-        said, fd, size = cards[member]
+    told = [json.loads(p) for p in peers.exchange(json.dumps([refusal, fd, size]).encode())]
+    for member, neighbour in shared.neighbours.items():
+        said, fd, size = told[member]
         if not said and not refusal and size:
             refusal = _open(neighbour.opened, key, neighbour.pid, fd, size)
     reasons = [json.loads(payload) for payload in peers.exchange(json.dumps(refusal).encode())]
@@ -200,7 +199,7 @@ def _introduce(
                 "copies (on a command line: the wire exact)"
             )
     if segment is not None:
-        board.shared.append(Home(segment.bytes().data_ptr(), segment.size, key, segment))
+        shared.homes.append(Home(segment.bytes().data_ptr(), segment.size, key, segment))
     logger.info("level %r: %s are resident in shared memory", peers.level, what)
 
 

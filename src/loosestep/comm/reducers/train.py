@@ -1,8 +1,8 @@
 """Many buffers through shared memory in one go, driven by a loop in C.
 
-What ``memory`` does for one buffer at a time, by the same marks on the same boards, so that ranks
-may do either. A train has windows of its own and is on its way only while it is waited for; the
-loop comes back whenever it has to wait for long, so that somebody can look who is gone.
+What ``MemoryExchange`` does for one buffer at a time, by the same marks in the same slots, so that
+ranks may do either. A train has windows of its own and is on its way only while it is waited for;
+the loop comes back whenever it has to wait for long, so that somebody can look who is gone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ from loosestep.comm import native
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers.pieces import cut
 from loosestep.comm.reducers.reducer import Handle
-from loosestep.comm.transport.board import PROBE_SECONDS, SLOTS, TRAINS, WINDOWS, Board, Neighbour
-from loosestep.comm.transport.memory import place_of
+from loosestep.comm.transport.shared_memory import (
+    PROBE_SECONDS,
+    SLOTS,
+    TRAINS,
+    WINDOWS,
+    Neighbour,
+    SharedMemory,
+)
 from loosestep.telemetry.traffic import Traffic
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -35,10 +41,10 @@ NeighbourInC, TrainInC = native.STRUCTURES["Neighbour"], native.STRUCTURES["Trai
 class Train(Handle):
     """The mean of some buffers of one dtype over ranks that all share memory."""
 
-    def __init__(self, buffers: Sequence[torch.Tensor], peers: Peers, board: Board) -> None:
+    def __init__(self, buffers: Sequence[torch.Tensor], peers: Peers, shared: SharedMemory) -> None:
         self.traffic = Traffic()
-        self._peers, self._board, self._done = peers, board, False
-        most = board.layout.window_bytes
+        self._peers, self._shared, self._done = peers, shared, False
+        most = shared.layout.window_bytes
         cuts = (cut(buffer, most, peers.size) for buffer in buffers if buffer.numel())
         self._pieces = [piece for pieces in cuts for piece in pieces]
         self._count()
@@ -65,9 +71,9 @@ class Train(Handle):
     def _look(self, index: int, seconds: float) -> None:
         """Raise if a neighbour is gone or too slow."""
         if seconds > self._peers.seconds:
-            member = self._board.members[index]
+            member = self._shared.members[index]
             raise self._peers.lost(member, f"no answer within {self._peers.seconds:g} s")
-        self._board.look_round(self._peers)
+        self._shared.look_round(self._peers)
 
     def _arrived(self, train: Any) -> None:
         self._done = True
@@ -84,15 +90,15 @@ class Train(Handle):
     def _windows(self) -> int:
         """Return where mine begin, for what does not live in shared memory."""
         needed = max(piece.nbytes for piece in self._pieces)
-        return self._board.arena_for(TRAINS, needed).data_ptr() + self._board.layout.trains_start
+        return self._shared.arena_for(TRAINS, needed).data_ptr() + self._shared.layout.trains_start
 
     def _describe(self) -> Any:
         """Return the whole journey as C sees it; what it points to is kept with it."""
-        board, peers, pieces = self._board, self._peers, self._pieces
-        slots = [board.next_number() for _ in pieces]
-        homes = [place_of(board, piece) for piece in pieces]
+        shared, peers, pieces = self._shared, self._peers, self._pieces
+        slots = [shared.next_number() for _ in pieces]
+        homes = [shared.place_of(piece) for piece in pieces]
         weights = peers.weights
-        neighbours = [_describe(board, neighbour) for neighbour in board.neighbours.values()]
+        neighbours = [_describe(shared, neighbour) for neighbour in shared.neighbours.values()]
         self._kept = (  # C only sees addresses
             (NeighbourInC * len(neighbours))(*neighbours),
             (Pointer * len(pieces))(*(piece.data_ptr() for piece in pieces)),
@@ -100,20 +106,20 @@ class Train(Handle):
             (Number * len(pieces))(*(-1 if home is None else home for home in homes)),
             (Number * len(pieces))(*(number for number, _ in slots)),
             (Number * len(pieces))(*(previous for _, previous in slots)),
-            (Number * WINDOWS)(*board.train_numbers),
+            (Number * WINDOWS)(*shared.train_numbers),
             (Real * peers.size)(*(weights or [1.0] * peers.size)),
         )
         addresses = [ctypes.addressof(array) for array in self._kept]
         near, buffers, numels, places, numbers, previous, before, shares = addresses
         for index, (number, _) in enumerate(slots):
-            board.train_numbers[index % WINDOWS] = number
+            shared.train_numbers[index % WINDOWS] = number
         return TrainInC(
             neighbours=near,
             num_neighbours=len(neighbours),
             group_rank=peers.group_rank,
             group_size=peers.size,
             arena=self._windows() if None in homes else None,
-            window_bytes=board.layout.window_bytes,
+            window_bytes=shared.layout.window_bytes,
             slots=SLOTS,
             buffers=buffers,
             numels=numels,
@@ -128,7 +134,7 @@ class Train(Handle):
         )
 
 
-def _describe(board: Board, neighbour: Neighbour) -> Any:
+def _describe(shared: SharedMemory, neighbour: Neighbour) -> Any:
     most = max(neighbour.opened, default=0) + 1
     homes = (Pointer * most)()
     for key, memory in neighbour.opened.items():
@@ -136,15 +142,15 @@ def _describe(board: Board, neighbour: Neighbour) -> Any:
     neighbour.homes = homes  # kept while C may look at it
     return NeighbourInC(
         mine=neighbour.address,
-        told=ctypes.addressof(board.rows[neighbour.member]),
-        arena=neighbour.arena.data_ptr() + board.layout.trains_start,
+        told=ctypes.addressof(shared.rows[neighbour.member]),
+        arena=neighbour.arena.data_ptr() + shared.layout.trains_start,
         homes=ctypes.addressof(homes),
         num_homes=most,
         member=neighbour.member,
     )
 
 
-def can_go(board: Board, peers: Peers, dtype: torch.dtype, device: torch.device) -> bool:
+def can_go(shared: SharedMemory, peers: Peers, dtype: torch.dtype, device: torch.device) -> bool:
     """Say whether a train can carry such buffers; all ranks of a group say the same."""
-    fits = board.fused and peers.size <= MOST_MEMBERS
+    fits = shared.fused and peers.size <= MOST_MEMBERS
     return fits and dtype in DTYPES and device.type == "cpu"

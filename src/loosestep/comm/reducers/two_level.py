@@ -30,10 +30,8 @@ from loosestep.comm.reducers.reducer import Handle, NonFinite, Place, Reducer, c
 from loosestep.comm.reducers.resident import Resident, room
 from loosestep.comm.reducers.ways import Ways, blocks, make_ways
 from loosestep.comm.tensors import Named
-from loosestep.comm.transport.board import Layout
 from loosestep.comm.transport.exchange import Task
-from loosestep.comm.transport.links import board_of
-from loosestep.comm.transport.memory import place_of
+from loosestep.comm.transport.shared_memory import Layout
 from loosestep.errors import NotAttachable, check_whole, choose
 
 
@@ -185,7 +183,7 @@ class TwoLevel(Reducer):
 
     def _lives_there(self, buffer: torch.Tensor, inside: Peers) -> bool:
         """Say whether the ranks of this host see the buffer where it is: no window bounds it."""
-        return self.resident and place_of(board_of(inside), buffer) is not None
+        return self.resident and inside.shared_memory.place_of(buffer) is not None
 
     def check_replicas(self, peers: Peers) -> None:
         """Raise where a host has several replicas of what is not divided, such as shards."""
@@ -276,12 +274,13 @@ class TwoLevel(Reducer):
 
     def _hosts_of(self, peers: Peers) -> list[tuple[int, ...]]:
         size = self.ranks_per_host
-        return board_of(peers).hosts if size is None else blocks(peers.size, size)
+        return peers.hosts if size is None else blocks(peers.size, size)
 
     def _ways_of(self, peers: Peers) -> Ways | None:
-        hosts = self._hosts_of(peers)
-        question = ("ways", self.ranks_per_host)
-        return peers.group.find_out(question, lambda: make_ways(peers, hosts))
+        known = peers.group.ways
+        if self.ranks_per_host not in known:
+            known[self.ranks_per_host] = make_ways(peers, self._hosts_of(peers))
+        return known[self.ranks_per_host]
 
 
 def check_hosts_fit(reducer: Reducer | None, level: str, groups: Iterable[Sequence[int]]) -> None:

@@ -13,11 +13,13 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+from collections.abc import Sequence
 
 import torch
 
 SHARED_FOLDER = "/dev/shm"
 PAGE = mmap.PAGESIZE
+SIZE_BITS = 40  # of the number that tells file and size
 
 
 class Segment:
@@ -73,6 +75,60 @@ class Segment:
 
     def __del__(self) -> None:
         self.seal()
+
+
+class CopyPool:
+    """Segments for copies that neighbours read, used again; files stay open for newcomers."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Copy]] = {}
+        self._made = 0
+
+    def take(self, pieces: Sequence[torch.Tensor]) -> Copy:
+        """Return a copy of ``pieces``, one after the other."""
+        needed = sum(piece.nbytes for piece in pieces)
+        capacity = 1 << max(12, (needed - 1).bit_length())
+        free = self._free.setdefault(capacity, [])
+        if free:
+            copy = free.pop()
+        else:
+            self._made += 1
+            copy = Copy(Segment.create(capacity), self._made, capacity)
+        copy.fill(pieces)
+        return copy
+
+    def give(self, copy: Copy) -> None:
+        """Take back a copy that nobody reads any more."""
+        self._free[copy.capacity].append(copy)
+
+
+class Copy:
+    """A segment of shared memory that holds a copy of something."""
+
+    def __init__(self, segment: Segment, key: int, capacity: int) -> None:
+        self.segment, self.key, self.capacity = segment, key, capacity
+        self.memory = segment.bytes()
+
+    @property
+    def detail(self) -> int:
+        """Which file it is and how large, in one number."""
+        return (self.segment.fd << SIZE_BITS) | self.segment.size
+
+    def fill(self, pieces: Sequence[torch.Tensor]) -> None:
+        """Copy pieces in, one after the other."""
+        at = 0
+        for piece in pieces:
+            self.memory[at : at + piece.nbytes].copy_(piece.reshape(-1).view(torch.uint8))
+            at += piece.nbytes
+
+
+def open_copy(opened: dict[int, torch.Tensor], key: int, pid: int, detail: int) -> torch.Tensor:
+    """Return a neighbour's copy; what was mapped before is among those ``opened``."""
+    if key not in opened:
+        segment = Segment.open(pid, detail >> SIZE_BITS, detail & ((1 << SIZE_BITS) - 1))
+        segment.seal()
+        opened[key] = segment.bytes()
+    return opened[key]
 
 
 def _unnamed_file() -> int:

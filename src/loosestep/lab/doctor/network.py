@@ -7,7 +7,7 @@ import socket
 import struct
 from pathlib import Path
 
-from loosestep.comm.deadline import within
+from loosestep.comm.store import within
 from loosestep.lab.doctor.findings import Finding, Level
 
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")

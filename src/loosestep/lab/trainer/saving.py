@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from loosestep.comm.group import world_group
-from loosestep.comm.peers import Phase, peers_of
+from loosestep.comm.group import peers_of, world_group
+from loosestep.comm.peers import Phase
 from loosestep.errors import NotFinite
 from loosestep.lab.trainer import checkpoint
 from loosestep.lab.trainer.checkpoint import Manifest, complete

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from loosestep.comm.reasons import in_words
+from loosestep.comm.failure import reason_of
 from loosestep.errors import LoosestepError, PeerLost
 from loosestep.lab.trainer import saving
 from loosestep.lab.trainer.connecting import make_sharing
@@ -268,7 +268,7 @@ def run(orders: Orders, rank: Rank) -> int:
     except Exception as error:
         story = _keep_story(orders.folder, rank)
         code = LOST if "gloo" in str(error).lower() else FAILED
-        said = in_words(error) if code == LOST else one_line(error)
+        said = reason_of(error) if code == LOST else one_line(error)
         return _say(f"worker {rank.rank} failed: {said} ({story})", code)
 
 

@@ -1,9 +1,23 @@
-"""What the neighbours on this host have told this rank, and the way to tell them.
+"""What the ranks of a host tell each other through memory that they share.
 
-Every rank has a *board* in shared memory: a row of numbers for each member of a group, and behind
-them room for data. A rank writes how far it is into its row on its neighbours' boards and watches
-only its own. Telling is a store; a rank that waits sleeps until the kernel wakes it (a futex), so
-that more ranks than cores do not take each other's time.
+Every rank has a *segment*: a row of numbers for each member of a group, and behind them windows
+for data. A rank writes how far it is into its row in its neighbours' segments and watches only its
+own. Telling is a store; a rank that waits sleeps until the kernel wakes it (a futex), so that more
+ranks than cores do not take each other's time.
+
+[Note: memory order] A *slot* is what a row says about one buffer: ``MARKS`` columns, of which three
+hold the number of the last buffer that was offered, reduced or taken there. Who reads a column
+compares it with the number of its own buffer. Numbers only grow, and nobody sets them back: what is
+left from a buffer before is smaller, and so means "not yet". Nobody is told a number either: all
+members open and finish their slots in one order, so they count alike, and all pass over the same
+places. A place is taken again when all neighbours have said that they have taken what it was about.
+
+Whoever tells writes data first (a window, ``PLACE``, ``DETAIL``), then the column; whoever listens
+reads the column first, then data. Between the two there is a fence on both sides. x86 keeps the
+order of stores among themselves, and of loads, without one; other processors need the one in C, or
+share no memory. The numbers lie at multiples of 8 bytes, so none is seen half written. One order is
+not kept, and need not be: a rank that tells may look for a sleeper before its store is seen, and a
+rank that falls asleep just then is not woken. It looks again after ``PROBE_SECONDS``.
 """
 
 from __future__ import annotations
@@ -14,29 +28,33 @@ import platform
 import select
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from loosestep.comm.native import CONSTANTS, loops
-from loosestep.comm.peers import Peers
 from loosestep.comm.transport.kernel import copy_from, sleep_on, wake
-from loosestep.comm.transport.segments import Segment
-from loosestep.comm.transport.shelf import Shelf
+from loosestep.comm.transport.segments import CopyPool, Segment
 
-WINDOWS = CONSTANTS[
-    "WINDOWS"
-]  # of every rank: one is filled, one is summed, one is emptied; as many for trains
+if TYPE_CHECKING:
+    from loosestep.comm.peers import Peers
+
+# Of every rank: one is filled, one is summed, one is emptied; as many for trains.
+WINDOWS = CONSTANTS["WINDOWS"]
 WINDOW_BYTES = 4 << 20  # larger: fewer waits; smaller: less memory, and it stays in the cache
 ARENA_BYTES = 24 << 20  # for all ranks' windows of one use on a host, in one group
 SINGLE, TRAINS = "single buffers", "trains"  # the uses of windows
 SLOTS = 128  # buffers and tensors that may be under way at once
 
 # The columns of a slot: where it lies, and the number of the last one that is so far.
-# The last is of the board's owner: the number of the slot that one of its threads sleeps on.
+# The last is of the segment's owner: the number of the slot that one of its threads sleeps on.
 PLACE, DETAIL, OFFERED = CONSTANTS["PLACE"], CONSTANTS["DETAIL"], CONSTANTS["OFFERED"]
 REDUCED, TAKEN, SLEEPER = CONSTANTS["REDUCED"], CONSTANTS["TAKEN"], CONSTANTS["SLEEPER"]
 MARKS = CONSTANTS["MARKS"]  # how many columns a slot has
+# A place: in a window (-1, -2, ...), in a copy (its key), or where a buffer is resident (the key of
+# that memory above the offset in it).
+OFFSET_BITS = CONSTANTS["OFFSET_BITS"]
 COLUMNS = MARKS * SLOTS
 
 PROBE_SECONDS = 0.02  # how often a waiting rank looks whether its neighbours live
@@ -47,7 +65,7 @@ Row = ctypes.c_int64 * COLUMNS
 HEADER_BYTES = 64  # a random number at the front, by which neighbours know that they have met
 ENDED = "its process has ended"
 
-# Other processors may let a later store overtake earlier ones: there a fence in C forbids that.
+# Whether stores are seen in the order in which they were made ([Note: memory order]).
 ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
@@ -59,7 +77,7 @@ def _fence() -> None:
 
 
 class Home(NamedTuple):
-    """Shared memory in which parameters live, known to the neighbours by a key."""
+    """Shared memory in which tensors live, known to the neighbours by a key."""
 
     address: int
     size: int
@@ -74,10 +92,10 @@ class Neighbour:
     member: int  # its group rank
     pid: int
     segment: Segment
-    row: ctypes.Array[ctypes.c_int64]  # mine, on its board
+    row: ctypes.Array[ctypes.c_int64]  # mine, in its segment
     arena: torch.Tensor  # its windows
     opened: dict[int, torch.Tensor] = field(default_factory=dict)  # resident storage, by key
-    copies: dict[int, torch.Tensor] = field(default_factory=dict)  # of what it lends, by key
+    copies: dict[int, torch.Tensor] = field(default_factory=dict)  # made for us, by key
     address: int = 0  # of that row
     homes: object = None  # the addresses of what is opened, as C reads them
     _watch: int = -1  # a file descriptor that tells when it ends
@@ -110,13 +128,12 @@ class Neighbour:
         return copy_from(self.pid, there, here)
 
 
-class Board:
-    """The rows and windows of one rank, and its neighbours."""
+class SharedMemory:
+    """What a rank and its neighbours share for one group: rows, windows, and where tensors live."""
 
     def __init__(self, segment: Segment | None, group_size: int, layout: Layout) -> None:
         self.segment, self.layout = segment, layout
         self.neighbours: dict[int, Neighbour] = {}
-        self.hosts: list[tuple[int, ...]] = []  # the members of the group, by host
         self.started = 0  # slots so far
         self.open: dict[int, int] = {}  # place of a slot -> its number, until all have taken it
         self.unfinished: set[int] = set()  # places of slots that this rank is not through with
@@ -125,8 +142,8 @@ class Board:
         self.windows: list[Use | None] = [None] * WINDOWS  # by whom they were used last
         self.any_neighbours = False  # whether any member of the group has some
         self.readable = False  # whether the kernel lets neighbours read each other's memory
-        self.shelf = Shelf()
-        self.shared: list[Home] = []  # where resident parameters of mine live
+        self.copies = CopyPool()
+        self.homes: list[Home] = []  # where resident tensors of mine live
         self.rows: list[ctypes.Array[ctypes.c_int64]] = []
         self._arena: torch.Tensor | None = None
         self._reserved = {SINGLE: 0, TRAINS: 0}  # bytes of each window that have pages
@@ -135,7 +152,7 @@ class Board:
             self._arena = arena_of(segment, group_size)
 
     def arena_for(self, use: str, needed_bytes: int) -> torch.Tensor:
-        """Return the room for windows, of which those of a use have at least the bytes needed.
+        """Return the memory of all windows; those of a use have at least the bytes needed.
 
         Pages are asked for as buffers come that need them: small models take little.
         """
@@ -160,6 +177,14 @@ class Board:
                 f"there is no memory for {WINDOWS * wanted} bytes of windows: {error}; free some, "
                 "or set LOOSESTEP_SHARED_MEMORY=0 on all ranks"
             ) from error
+
+    def place_of(self, buffer: torch.Tensor) -> int | None:
+        """Return where neighbours find a buffer of mine, if it lies in memory they have mapped."""
+        address = buffer.data_ptr()
+        for home in self.homes:
+            if home.address <= address and address + buffer.nbytes <= home.address + home.size:
+                return (home.key << OFFSET_BITS) | (address - home.address)
+        return None
 
     @property
     def members(self) -> list[int]:
@@ -233,9 +258,10 @@ class Use:
     column: int  # in which neighbours say that they have taken it
     finished: bool = False  # whether this rank has taken what it needs of the others'
 
-    def taken(self, board: Board) -> bool:
+    def taken(self, shared: SharedMemory) -> bool:
         """Say whether no neighbour needs it any more."""
-        return all(board.rows[member][self.column] >= self.number for member in board.neighbours)
+        rows = shared.rows
+        return all(rows[member][self.column] >= self.number for member in shared.neighbours)
 
 
 class Slot:
@@ -244,34 +270,32 @@ class Slot:
     All members of a group open their slots in the same order; how far each is may differ.
     """
 
-    def __init__(self, board: Board, peers: Peers) -> None:
-        self.members = board.members
-        self.board, self._peers = board, peers
+    def __init__(self, shared: SharedMemory, peers: Peers) -> None:
+        self.members = shared.members
+        self._shared, self._peers = shared, peers
         peers.check()
-        self.number, previous = board.next_number()
+        self.number, previous = shared.next_number()
         self._place = self.number % SLOTS
         self._first = MARKS * self._place
         self.use = Use(self.number, self._first + TAKEN)
-        board.wait_for_all(peers, self.use.column, previous)
-        board.unfinished.add(self._place)
+        shared.wait_for_all(peers, self.use.column, previous)
+        shared.unfinished.add(self._place)
 
     def offer(self, place: int, detail: int = 0) -> None:
         """Tell all neighbours where mine lies."""
-        for neighbour in self.board.neighbours.values():
+        for neighbour in self._shared.neighbours.values():
             neighbour.row[self._first + PLACE] = place
             neighbour.row[self._first + DETAIL] = detail
         self.tell_all(OFFERED)
 
     def tell(self, member: int, mark: int) -> None:
         """Tell a neighbour that I have come to ``mark``, and wake it if it waits for that."""
-        neighbour, column = self.board.neighbours[member], self._first + mark
+        neighbour, column = self._shared.neighbours[member], self._first + mark
         _fence()
         row = neighbour.row
         row[column] = self.number
         _fence()
-        if (
-            row[self._first + SLEEPER] == self.number
-        ):  # should it fall asleep just now, it looks again after PROBE_SECONDS
+        if row[self._first + SLEEPER] == self.number:
             wake(neighbour.address + 8 * column)
 
     def tell_all(self, mark: int) -> None:
@@ -281,20 +305,20 @@ class Slot:
 
     def told(self, member: int, mark: int) -> int:
         """Return what a neighbour has told of its own slot."""
-        return self.board.rows[member][self._first + mark]
+        return self._shared.rows[member][self._first + mark]
 
     def wait(self, member: int, mark: int) -> None:
         """Return when a neighbour has come to ``mark``."""
-        self.board.wait(self._peers, member, self._first + mark, self.number)
+        self._shared.wait(self._peers, member, self._first + mark, self.number)
 
     def finish(self) -> None:
         """Say that this rank is through with it, whatever the neighbours are."""
         self.use.finished = True
-        self.board.unfinished.discard(self._place)
+        self._shared.unfinished.discard(self._place)
 
     def wait_until_taken(self) -> None:
         """Return when no neighbour needs mine any more."""
-        self.board.wait_for_all(self._peers, self.use.column, self.number)
+        self._shared.wait_for_all(self._peers, self.use.column, self.number)
 
 
 def _comes_soon(row: ctypes.Array[ctypes.c_int64], column: int, value: int) -> bool:
@@ -303,7 +327,7 @@ def _comes_soon(row: ctypes.Array[ctypes.c_int64], column: int, value: int) -> b
 
 @dataclass(frozen=True)
 class Layout:
-    """How large the windows of a board are; there are some for single buffers, some for trains."""
+    """How large a segment's windows are; there are some for single buffers, some for trains."""
 
     window_bytes: int
 
@@ -317,31 +341,31 @@ class Layout:
         share = ARENA_BYTES // (WINDOWS * ranks_of_a_host)
         return cls(max(64 << 10, min(WINDOW_BYTES, share >> 16 << 16)))
 
-    @property
+    @cached_property
     def arena_bytes(self) -> int:
-        """The room for all windows, if all are used."""
+        """How much all windows take, if all are used."""
         return 2 * self.trains_start
 
-    @property
+    @cached_property
     def trains_start(self) -> int:
         """Where the windows for trains begin."""
         return WINDOWS * self.window_bytes
 
 
 def segment_bytes(group_size: int, layout: Layout) -> tuple[int, int]:
-    """Return how much memory a board takes in all, and for its rows alone."""
+    """Return how much memory a segment takes in all, and for its rows alone."""
     rows = _arena_start(group_size)
     return rows + layout.arena_bytes, rows
 
 
 def rows_of(segment: Segment, group_size: int) -> list[ctypes.Array[ctypes.c_int64]]:
-    """Return the rows of a board, one for every member."""
+    """Return the rows of a segment, one for every member."""
     size = ctypes.sizeof(Row)
     return [Row.from_buffer(segment.map, HEADER_BYTES + i * size) for i in range(group_size)]
 
 
 def arena_of(segment: Segment, group_size: int) -> torch.Tensor:
-    """Return the room for windows behind the rows."""
+    """Return the memory of the windows, behind the rows."""
     return segment.bytes(_arena_start(group_size))
 
 

@@ -1,36 +1,46 @@
-"""A tensor of any size that neighbours read for a while: sharded optimizers move theirs so.
+"""Tensors of any size that neighbours read for a while: sharded optimizers move theirs so.
 
 Where the kernel lets processes read each other (``process_vm_readv``), a tensor is read where it
-lies. Elsewhere (Yama's ``ptrace_scope``, some containers) the lender copies it to shared memory.
+lies. Elsewhere (Yama's ``ptrace_scope``, some containers) its owner copies it to shared memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from loosestep.comm.peers import Peers
-from loosestep.comm.transport.board import DETAIL, OFFERED, PLACE, TAKEN, Board, Slot
-from loosestep.comm.transport.shelf import Copy, copy_of
+from loosestep.comm.transport.segments import Copy, open_copy
+from loosestep.comm.transport.shared_memory import (
+    DETAIL,
+    OFFERED,
+    PLACE,
+    TAKEN,
+    SharedMemory,
+    Slot,
+)
+
+if TYPE_CHECKING:
+    from loosestep.comm.peers import Peers
 
 Ranges = Sequence[tuple[int, int]]  # of elements: first, and one after the last
 
 
-class Loan:
-    """One tensor that this rank lends to its neighbours, and theirs that it reads in turn."""
+class SharedTensor:
+    """One tensor that neighbours read, and theirs that this rank reads in turn."""
 
-    def __init__(self, board: Board, peers: Peers, pieces: Sequence[torch.Tensor]) -> None:
-        self._board, self._peers, self._slot = board, peers, Slot(board, peers)
+    def __init__(self, shared: SharedMemory, peers: Peers, pieces: Sequence[torch.Tensor]) -> None:
+        self._shared, self._peers, self._slot = shared, peers, Slot(shared, peers)
         self.members = self._slot.members
         self._kept: Sequence[torch.Tensor] = ()  # while neighbours may read it
         self._copy: Copy | None = None
-        if board.readable:
-            assert len(pieces) == 1, "several pieces are lent by a table of their addresses"
+        if shared.readable:
+            assert len(pieces) == 1, "several pieces are shared by a table of their addresses"
             self._kept = pieces
             self._slot.offer(pieces[0].data_ptr())
         else:
-            self._copy = board.shelf.take(pieces)
+            self._copy = shared.copies.take(pieces)
             self._slot.offer(self._copy.key, self._copy.detail)
 
     def wait(self, member: int) -> None:
@@ -41,13 +51,13 @@ class Loan:
         """Copy ranges of elements of a neighbour's tensor to a contiguous one, in this order."""
         size = into.element_size()
         spans = [(start * size, (stop - start) * size) for start, stop in ranges]
-        if self._board.readable:
+        if self._shared.readable:
             base = self._slot.told(member, PLACE)
             self.read_spans(member, [(base + at, length) for at, length in spans], [into])
             return
-        room, memory, filled = into.view(torch.uint8), self._copy_of(member), 0
+        out, memory, filled = into.view(torch.uint8), self._copy_of(member), 0
         for at, length in spans:
-            room[filled : filled + length].copy_(memory[at : at + length])
+            out[filled : filled + length].copy_(memory[at : at + length])
             filled += length
 
     def read_spans(
@@ -55,12 +65,12 @@ class Loan:
     ) -> None:
         """Copy pieces of a neighbour's memory to contiguous tensors, in this order."""
         here = [(tensor.data_ptr(), tensor.nbytes) for tensor in into]
-        error = self._board.neighbours[member].read(there, here)
+        error = self._shared.neighbours[member].read(there, here)
         if error:
             raise self._peers.lost(member, error)
 
     def read_pieces(self, member: int, into: Sequence[torch.Tensor]) -> None:
-        """Copy all pieces that a neighbour has lent as a copy, in their order."""
+        """Copy all pieces that a neighbour has shared as a copy, in their order."""
         memory, at = self._copy_of(member), 0
         for tensor in into:
             tensor.view(torch.uint8).copy_(memory[at : at + tensor.nbytes])
@@ -76,46 +86,46 @@ class Loan:
         self._slot.finish()
         self._kept = ()
         if self._copy is not None:
-            self._board.shelf.give(self._copy)
+            self._shared.copies.give(self._copy)
         self._copy = None
 
     def _copy_of(self, member: int) -> torch.Tensor:
-        key, neighbour = self._slot.told(member, PLACE), self._board.neighbours[member]
+        key, neighbour = self._slot.told(member, PLACE), self._shared.neighbours[member]
         reason, detail = "", self._slot.told(member, DETAIL)
         try:
-            return copy_of(neighbour.copies, key, neighbour.pid, detail)
+            return open_copy(neighbour.copies, key, neighbour.pid, detail)
         except OSError as error:
             reason = f"its memory cannot be shared: {error}"
         raise self._peers.lost(member, reason)
 
 
-class Handout:
+class SharedPieces:
     """Pieces of memory that all neighbours take: where they lie, or out of one copy."""
 
-    def __init__(self, pieces: Sequence[torch.Tensor], peers: Peers, board: Board) -> None:
-        self._by_table = board.readable
+    def __init__(self, pieces: Sequence[torch.Tensor], peers: Peers, shared: SharedMemory) -> None:
+        self._by_table = shared.readable
         addresses = [piece.data_ptr() for piece in pieces]
         table = [torch.tensor(addresses, dtype=torch.int64)]
-        self._loan = Loan(board, peers, table if board.readable else pieces)
+        self._tensor = SharedTensor(shared, peers, table if shared.readable else pieces)
 
     def collect(self, places: Sequence[Sequence[torch.Tensor]]) -> None:
         """Read every neighbour's pieces to their places, and let it have its memory back."""
-        for member in self._loan.members:
-            self._loan.wait(member)
+        for member in self._tensor.members:
+            self._tensor.wait(member)
             if places[member] and self._by_table:
-                self._loan.read_spans(member, list(self._spans(member, places)), places[member])
+                self._tensor.read_spans(member, list(self._spans(member, places)), places[member])
             elif places[member]:
-                self._loan.read_pieces(member, places[member])
-            self._loan.taken(member)
+                self._tensor.read_pieces(member, places[member])
+            self._tensor.taken(member)
 
     def release(self) -> None:
         """Return when the neighbours have read mine."""
-        self._loan.close()
+        self._tensor.close()
 
     def _spans(
         self, member: int, places: Sequence[Sequence[torch.Tensor]]
     ) -> Iterator[tuple[int, int]]:
         table = torch.empty(len(places[member]), dtype=torch.int64)
-        self._loan.read(member, [(0, table.numel())], table)
+        self._tensor.read(member, [(0, table.numel())], table)
         for address, place in zip(table.tolist(), places[member], strict=True):
             yield address, place.nbytes
