@@ -119,6 +119,12 @@ float unpack_pair(int planes, const float *const *scales, const uint8_t *const *
                   float *squares, float least, float keep, int64_t count, int64_t block,
                   float *const *outs, int64_t num_outs);
 
+/* pieces.c; sizes in bytes, a mask of the bits of an exponent; -1: all are finite */
+void gather(char *to, const char *const *pieces, const int64_t *sizes, int64_t num);
+void scatter(const char *from, char *const *pieces, const int64_t *sizes, int64_t num);
+int64_t find_nonfinite(const char *const *pieces, const int64_t *sizes, int64_t num,
+                       int64_t element_bytes, int64_t mask);
+
 #pragma GCC visibility pop
 
 #endif
