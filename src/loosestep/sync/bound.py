@@ -19,14 +19,14 @@ from loosestep.sync.parts import Parts
 
 
 class Places:
-    """Where tensors lay when they were looked up."""
+    """Where tensors lay when they were looked up; ``parts`` is what was made of them then."""
 
-    def __init__(self, named: list[Named]) -> None:
-        self._named = named
+    def __init__(self, named: list[Named], parts: Sequence[Named]) -> None:
+        self._named, known = named, dict(parts)
         self._tensors = [tensor for _, tensor in named]
         self._dtypes = [tensor.dtype for tensor in self._tensors]
         # Aliases keep the memory: its addresses do not come to mean something else.
-        self._aliases = [tensor.detach() for tensor in self._tensors]
+        self._aliases = [_alias(tensor, known.get(name)) for name, tensor in named]
         self._sharded = any(map(is_dtensor, self._tensors))
         self._addresses = [] if self._sharded else list(map(_ADDRESS, self._tensors))
 
@@ -48,6 +48,12 @@ class Places:
     def _are(self, named: list[Named]) -> bool:
         pairs = zip(named, self._named, strict=True)
         return all(one is other and name == known for (name, one), (known, other) in pairs)
+
+
+def _alias(tensor: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor:
+    """Return an alias of a tensor: the part that was made of it, where that is all of it."""
+    whole = part is not None and part.shape == tensor.shape and part.dtype is tensor.dtype
+    return part if whole and part is not None else tensor.detach()
 
 
 _ADDRESS, _LIES_AT, _DTYPE = (
@@ -79,7 +85,7 @@ class Bound:
         shared = [f"{n} numbers of {name!r} alone" for name, n in cuts(own, named)]
         keys = {name: shard_key(tensor) for name, tensor in named if is_dtensor(tensor)}
         lines = state(told, *shared).lines
-        return cls(Places([*named, *counters]), list(counters), own, keys, lines)
+        return cls(Places([*named, *counters], own), list(counters), own, keys, lines)
 
     def statement(self, agreements: tuple[str, ...]) -> Statement:
         """Return what must be equal on all ranks, with further lines before the tensors'."""

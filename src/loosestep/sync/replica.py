@@ -61,6 +61,14 @@ class Replica:
         self._flags: list[bool] = []  # which of it was trained,
         self._trained: list[Named] = []  # and those
 
+    @property
+    def sharded(self) -> ShardedReplica | None:
+        """Itself, if its optimizer is sharded."""
+        return None
+
+    def meet(self) -> None:
+        """Make the groups that averages need beside those of the levels: none; collective."""
+
     def weights(self) -> Parts:
         """Return what a sync changes beside the optimizer's state."""
         parameters, buffers = self._parameters(), self._module_buffers()
@@ -187,6 +195,11 @@ class ShardedReplica(Replica):
         self._check_gradient_levels()
         if topology.timeout is not None:
             zero.limit_waits(topology.timeout)
+
+    @property
+    def sharded(self) -> ShardedReplica:
+        """Itself."""
+        return self
 
     def meet(self) -> None:
         """Make the groups of those that own the same shard elsewhere; collective."""
