@@ -96,7 +96,7 @@ def test_refused_without_a_process_group(case: str) -> None:
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-class Odd:
+class Odd(schedules.Schedule):
     """A schedule without a name of its own."""
 
     def __call__(self, step: int) -> schedules.Due:

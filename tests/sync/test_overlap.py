@@ -36,7 +36,7 @@ from loosestep import (
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers import Handle, Place
 from loosestep.reducers import Mean, TwoLevel
-from loosestep.schedules import Due, after, every, levels
+from loosestep.schedules import Due, Schedule, after, every, levels
 from loosestep.sync.overlap import Copies, add_, differ_
 from loosestep.testing import RankPool, run_ranks
 from tests.support.oracle import (
@@ -385,7 +385,7 @@ def test_ranks_with_different_overlaps_are_told(pool: RankPool, way: str) -> Non
 # Where averages come closer than was to be seen.
 
 
-class Denser:
+class Denser(Schedule):
     """Every third step for a long time, then at every step."""
 
     def __call__(self, step: int) -> Due:

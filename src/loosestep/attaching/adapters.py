@@ -51,8 +51,8 @@ def make_adapter(
         check_no_sparse_parts(model)
     if isinstance(model, DistributedDataParallel):
         free_dispatcher(model)  # first: where the model is refused, nothing has been made for it
-    if isinstance(replica, ShardedReplica):
-        return _sharded(model, sharing, replica, strategy)
+    if (sharded := replica.sharded) is not None:
+        return _sharded(model, sharing, sharded, strategy)
     reducer = strategy.gradient_reducer
     if isinstance(model, DistributedDataParallel):
         if reducer is None:
@@ -97,7 +97,7 @@ def _meeting(sharing: GradientSharing, strategy: Strategy) -> Meeting:
 
 def _takes_sparse(model: torch.nn.Module, replica: Replica, strategy: Strategy) -> bool:
     """Say whether gradients travel as DDP hands them out, sparse ones too."""
-    by_hand = strategy.gradient_reducer is not None or isinstance(replica, ShardedReplica)
+    by_hand = strategy.gradient_reducer is not None or replica.sharded is not None
     return isinstance(model, DistributedDataParallel) and not by_hand
 
 

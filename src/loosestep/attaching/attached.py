@@ -141,8 +141,7 @@ class Attached:
         self._engine.begin(self.topology.widest, initial, prepare=bool(averages))
         for level in self.topology.levels:  # now, and not in the middle of a backward
             self.topology.peers(level)
-        if isinstance(replica, ShardedReplica):
-            replica.meet()
+        replica.meet()
         self._adapter = make_adapter(self.model, self._sharing, replica, self.topology, strategy)
         undo.callback(self._adapter.close)
 

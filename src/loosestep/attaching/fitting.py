@@ -10,7 +10,6 @@ import torch
 from loosestep.comm.reducers import check_hosts_fit
 from loosestep.comm.reducers.reducer import compresses
 from loosestep.errors import NotAttachable
-from loosestep.strategy.schedules import chains_of
 from loosestep.strategy.strategy import Strategy
 from loosestep.strategy.topology import Topology
 
@@ -114,7 +113,7 @@ def check_levels(strategy: Strategy, topology: Topology) -> None:
     ):
         for level in levels:
             check_hosts_fit(reducer, level, topology.levels[level])
-    for chain in chains_of(schedule):
+    for chain in schedule.chains():
         if list(chain) != sorted(chain, key=known.index):
             raise ValueError(
                 f"a schedule must name its levels from narrow to wide: it has {list(chain)}, the "

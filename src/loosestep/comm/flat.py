@@ -6,15 +6,45 @@ it even where one of them keeps a weight in channels_last or has re-pointed ``pa
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch.autograd.graph import increment_version
+
+from loosestep.comm import native
 
 WINDOW_BYTES = 4 << 20  # larger: fewer messages; smaller: less memory, more overlap
 FEW_PIECES = 16  # a call for each costs less than a second pass over the window
 OWN_WINDOW_BYTES = 512 << 10  # a piece this large is worth a window without a copy
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where contiguous tensors lie and how many bytes they have, as C reads it.
+
+    Whoever keeps one looks before every use whether the tensors still lie there.
+    """
+
+    starts: ctypes.Array[ctypes.c_void_p]
+    sizes: ctypes.Array[ctypes.c_int64]
+    num: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> Addresses | None:
+        """Return them; None: C cannot read all of the tensors, or there are no loops in C."""
+        num = len(tensors)
+        if native.loops() is None or not all(map(_is_plain, tensors)):
+            return None
+        starts = (ctypes.c_void_p * num)(*(tensor.data_ptr() for tensor in tensors))
+        return cls(starts, (ctypes.c_int64 * num)(*(tensor.nbytes for tensor in tensors)), num)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Say whether the bytes of a tensor, in their order, are its values."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg()
 
 
 @dataclass(frozen=True)
@@ -47,6 +77,11 @@ class Window:
         if not all(piece.view.is_contiguous() for piece in self.pieces):
             return None
         return [piece.view.view(-1) for piece in self.pieces]
+
+    @cached_property
+    def addresses(self) -> Addresses | None:
+        """Where the pieces lie, if one call in C can copy all of them."""
+        return Addresses.of([piece.view for piece in self.pieces])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,12 +175,20 @@ def windows(
 def pack(window: Window, staging: torch.Tensor) -> torch.Tensor:
     """Copy the pieces into the front of ``staging`` and return that part as one flat buffer."""
     buffer = staging[: window.numel]
+    where = window.addresses if _same_kind(window, buffer) else None
+    if where is not None and (loops := native.loops()) is not None:
+        loops.gather(buffer.data_ptr(), where.starts, where.sizes, where.num)
+        return buffer
     if window.flats is not None and buffer.dtype == window.dtype:
         torch.cat(window.flats, out=buffer)  # one call: many small tensors cost a call each
         return buffer
     for piece, part in zip(window.pieces, _parts(window, buffer), strict=True):
         part.copy_(piece.view)
     return buffer
+
+
+def _same_kind(window: Window, buffer: torch.Tensor) -> bool:
+    return buffer.dtype == window.dtype and buffer.device == window.device
 
 
 def pack_difference(window: Window, staging: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -161,6 +204,11 @@ def pack_difference(window: Window, staging: torch.Tensor, reference: torch.Tens
 
 def unpack(window: Window, buffer: torch.Tensor) -> None:
     """Write the flat buffer back into the pieces, in place, whatever their strides."""
+    where = window.addresses if _same_kind(window, buffer) else None
+    if where is not None and (loops := native.loops()) is not None:
+        loops.scatter(buffer.data_ptr(), where.starts, where.sizes, where.num)
+        increment_version([piece.view for piece in window.pieces])  # as writes by torch do
+        return
     if window.flats is not None:
         torch._foreach_copy_(window.flats, list(torch.split(buffer, window.sizes)))
         return

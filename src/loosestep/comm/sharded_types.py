@@ -9,13 +9,20 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, TypeGuard
 
+import torch
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Say whether this is a tensor that is spread over a mesh."""
+    # Nearly all tensors are plain: for those a sync cannot afford more than this.
+    if type(value) in _PLAIN:
+        return False
     return is_loaded_kind(value, "torch.distributed.tensor", "DTensor")
 
 

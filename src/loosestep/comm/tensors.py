@@ -62,10 +62,10 @@ def check_averageable(named: Sequence[Named]) -> None:
         raise ValueError("there is nothing to average: no parameter requires a gradient")
     for name, tensor in named:
         _check_tensor(name, tensor)
-    devices = sorted({str(tensor.device) for _, tensor in named})
+    devices = {tensor.device for _, tensor in named}
     if len(devices) > 1:
         raise ValueError(
-            f"all tensors of one averager must be on one device, got {devices}; "
+            f"all tensors of one averager must be on one device, got {sorted(map(str, devices))}; "
             "use one averager for each device"
         )
 

@@ -14,9 +14,9 @@ Due(gradients='world', parameters=None)
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from loosestep.errors import check_instance, check_level, check_whole
 
@@ -37,22 +37,28 @@ class Due:
         check_level("parameters", self.parameters)
 
 
-@runtime_checkable
-class Schedule(Protocol):
+class Schedule(ABC):
     """A pure function of the step that can say which levels it may name."""
 
+    @abstractmethod
     def __call__(self, step: int) -> Due:
         """Return what is due once ``step`` optimizer steps are finished."""
 
+    @abstractmethod
     def gradient_levels(self) -> frozenset[str]:
         """Return every level that may share gradients."""
 
+    @abstractmethod
     def parameter_levels(self) -> frozenset[str]:
         """Return every level that may average parameters."""
 
+    def chains(self) -> list[tuple[str, ...]]:
+        """Return the lists of levels that must go from narrow to wide."""
+        return []
+
 
 @dataclass(frozen=True)
-class Always:
+class Always(Schedule):
     """The same at every step."""
 
     due: Due
@@ -71,7 +77,7 @@ class Always:
 
 
 @dataclass(frozen=True)
-class Levels:
+class Levels(Schedule):
     """Several periods, each for its level; at a step only the widest due level averages."""
 
     periods: tuple[tuple[str, int], ...]  # (level, period), narrow to wide
@@ -96,7 +102,7 @@ class Levels:
 
 
 @dataclass(frozen=True)
-class After:
+class After(Schedule):
     """One schedule before ``start``, another, counted from there, afterwards."""
 
     start: int
@@ -117,7 +123,7 @@ class After:
 
     def chains(self) -> list[tuple[str, ...]]:
         """Return those of both halves."""
-        return [chain for half in self._halves() for chain in chains_of(half)]
+        return [chain for half in self._halves() for chain in half.chains()]
 
     def _halves(self) -> list[Schedule]:
         """Return those that ever come."""
@@ -183,12 +189,6 @@ def after(start: int, then: Schedule, before: Schedule | None = None) -> After:
     if before is not None:
         check_instance("before", before, Schedule, "a schedule such as always(gradients='world')")
     return After(start, then, always(gradients="world") if before is None else before)
-
-
-def chains_of(schedule: Schedule) -> list[tuple[str, ...]]:
-    """Return the lists of levels that must go from narrow to wide; not every schedule has one."""
-    chains: list[tuple[str, ...]] = schedule.chains() if hasattr(schedule, "chains") else []
-    return chains
 
 
 def next_sync(schedule: Schedule, step: int, level: str | None = None) -> tuple[int, str] | None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from loosestep.comm.reducers import (
     NonFinite,
     Reducer,
-    Resident,
     TwoLevel,
     check_reducer,
     check_suits_gradients,
@@ -44,8 +43,8 @@ class Strategy:
         """Turn names into policies and refuse what is none."""
         if isinstance(self.schedule, type) or not isinstance(self.schedule, Schedule):
             raise TypeError(
-                f"schedule must be one such as every(8), got {self.schedule!r}; see "
-                "loosestep.strategy.schedules"
+                f"schedule must be one such as every(8), got {self.schedule!r}; one of your own "
+                "is a subclass of loosestep.schedules.Schedule"
             )
         if self.topology is not None:
             check_topology(self.topology)
@@ -105,7 +104,7 @@ def check_can_overlap(
             "holds NaN, to which nothing can be added; use on_nonfinite='raise', or "
             "overlap_steps=0"
         )
-    if isinstance(reducer, Resident):
+    if reducer is not None and reducer.resident:
         raise ValueError(
             f"overlap_steps={overlap_steps} averages copies of the parameters and not those that "
             f"{reducer} moves into shared memory; use TwoLevel() or Mean(), or overlap_steps=0"

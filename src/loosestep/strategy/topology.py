@@ -177,6 +177,14 @@ class Topology:
         place = self.members(within, rank).index(rank)
         return tuple(sorted(block[place] for block in blocks))
 
+    def asked(self) -> tuple[int, ...]:
+        """Return the ranks that must tell their hosts before the levels are known: none."""
+        return ()
+
+    def of(self, hosts: Sequence[str]) -> Topology:
+        """Return the levels, now that every rank that was asked has told its host."""
+        return self
+
     def process_group(self, level: str) -> dist.ProcessGroup:
         """Make a process group of the ranks that share ``level`` with this one; they all call this.
 
@@ -215,13 +223,26 @@ class HostTopology(Topology):
         said = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         return f"Topology.from_hosts({said})"
 
-    def __getattr__(self, name: str) -> Any:
-        if name in {"levels", "ranks", "weights"}:
-            raise ValueError(
-                f"{self!r} has no {name} yet: who is on which host is found out when it is "
-                "attached; run.topology has them then"
-            )
-        raise AttributeError(name)
+    @property
+    def levels(self) -> Mapping[str, Partition]:  # type: ignore[override]
+        """Raise: they are not known yet."""
+        raise self._not_yet("levels")
+
+    @property
+    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Raise: they are not known yet."""
+        raise self._not_yet("ranks")
+
+    @property
+    def weights(self) -> dict[int, float] | None:  # type: ignore[override]
+        """Raise: they are not known yet."""
+        raise self._not_yet("weights")
+
+    def _not_yet(self, name: str) -> ValueError:
+        return ValueError(
+            f"{self!r} has no {name} yet: who is on which host is found out when it is "
+            "attached; run.topology has them then"
+        )
 
     def _value(self) -> tuple[object, ...]:
         return self._given, repr(self._weights), self.timeout
@@ -244,7 +265,7 @@ class HostTopology(Topology):
         return "the levels 'host' and 'world', by host name"
 
     def asked(self) -> tuple[int, ...]:
-        """Return the ranks whose hosts are asked for."""
+        """Return the ranks that are to tell their hosts."""
         return tuple(_world_ranks()) if self._given is None else self._given
 
     def of(self, hosts: Sequence[str]) -> Topology:

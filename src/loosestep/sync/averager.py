@@ -8,14 +8,14 @@ finish      carry all of them through and write them back (see ``pipeline``)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from loosestep.comm.agreement import Header, Progress, Statement, agree, state
 from loosestep.comm.fingerprints import fingerprints
-from loosestep.comm.flat import OWN_WINDOW_BYTES, WINDOW_BYTES, windows
+from loosestep.comm.flat import WINDOW_BYTES
 from loosestep.comm.group import Group, peers_of, require_process_group, world_group
 from loosestep.comm.peers import Peers, Phase
 from loosestep.comm.reducers import Mean, NonFinite, Reducer, check_reducer
@@ -23,22 +23,15 @@ from loosestep.comm.reducers.backend import First
 from loosestep.comm.reducers.division import Division, sampled, whole_name
 from loosestep.comm.reducers.reducer import check_suits_parameters, compresses, policy_of
 from loosestep.comm.sharded_types import is_dtensor
-from loosestep.comm.tensors import (
-    Holders,
-    Named,
-    check_averageable,
-    cuts,
-    holders_of,
-    memory,
-    shard_key,
-    unique,
-)
+from loosestep.comm.tensors import Named, memory, shard_key, unique
 from loosestep.errors import check_instance, check_seconds
 from loosestep.strategy.topology import check_weights
+from loosestep.sync.bound import Binder, Bound, by_shard
 from loosestep.sync.finite import Batch, batches, first_nonfinite, not_finite, whole_replicas
+from loosestep.sync.jobs import Cutter, Job
 from loosestep.sync.kept import Kept
 from loosestep.sync.parts import Parts, compressible, only_exact
-from loosestep.sync.pipeline import Averaging, Direct, Job, Sender, jobs_of
+from loosestep.sync.pipeline import Averaging, Direct, Sender
 from loosestep.sync.references import Differences, remember
 from loosestep.telemetry.traffic import Traffic
 
@@ -84,63 +77,6 @@ def with_names(tensors: Iterable[torch.Tensor] | Sequence[Named]) -> list[Named]
     ]
 
 
-@dataclass
-class Bound:
-    """Tensors, and what does not change from one sync of them to the next.
-
-    Users re-point ``param.data``, so every sync looks whether all lie where they lay.
-    """
-
-    tensors: list[Named]  # those that have a mean, then the counters
-    places: list[torch.Tensor | None]  # where they lay: alias of each; None: a DTensor
-    counters: list[Named]  # those of the tensors that take the largest value
-    parts: list[Named]  # this rank's memory of those that have a mean, every byte once
-    shard_keys: dict[str, str]
-    lines: tuple[str, ...]  # what ranks must agree on
-    jobs: list[Job] | None = field(default=None)  # windows: made at the first sync of all ranks
-    batches: list[Batch] | None = field(default=None)  # in which infinities are looked for
-    _statement: Statement | None = field(default=None)
-
-    @classmethod
-    def of(cls, named: Sequence[Named], counters: Sequence[Named]) -> Bound:
-        """Bind tensors; raise for those that have no mean."""
-        check_averageable(named)
-        parts = memory(named)
-        kept = {name for name, _ in parts}
-        told = [*((name, t) for name, t in named if name in kept), *counters]
-        shared = [f"{n} numbers of {name!r} alone" for name, n in cuts(parts, named)]
-        tensors = [*named, *counters]
-        return cls(
-            tensors,
-            [None if is_dtensor(tensor) else tensor.detach() for _, tensor in tensors],
-            list(counters),
-            parts,
-            {name: shard_key(tensor) for name, tensor in named},
-            state(told, *shared).lines,
-        )
-
-    def holds(self, named: Sequence[Named], counters: Sequence[Named]) -> bool:
-        """Say whether these are the same tensors, and lie where they lay."""
-        given = [*named, *counters]
-        return len(given) == len(self.tensors) and all(
-            tensor is held
-            and name == known
-            and place is not None
-            and tensor.dtype is place.dtype
-            and tensor.is_set_to(place)
-            for (name, tensor), (known, held), place in zip(
-                given, self.tensors, self.places, strict=True
-            )
-        )
-
-    def statement(self, agreements: tuple[str, ...]) -> Statement:
-        """Return what must be equal on all ranks, with further lines before the tensors'."""
-        said = self._statement
-        if said is None or said.lines[: len(agreements)] != agreements:
-            said = self._statement = Statement((*agreements, *self.lines))
-        return said
-
-
 @dataclass(frozen=True)
 class Agreed:
     """What all ranks have agreed to average."""
@@ -154,7 +90,7 @@ class Agreed:
     def only(self, wanted: Callable[[str], bool]) -> Agreed:
         """Return the same, of some tensors by name."""
         parts = [(name, tensor) for name, tensor in self.bound.parts if wanted(name)]
-        return replace(self, bound=replace(self.bound, parts=parts, jobs=None))
+        return replace(self, bound=replace(self.bound, parts=parts))
 
 
 class Averager:
@@ -175,10 +111,10 @@ class Averager:
         window_bytes: int = WINDOW_BYTES,
         kept: Kept | None = None,
         on_nonfinite: NonFinite = NonFinite.PASS,
+        binder: Binder | None = None,
     ) -> None:
         check_instance("peers", peers, Peers, "a level's, such as topology.peers('host')")
         self.peers = peers
-        self._window_bytes = window_bytes
         if reducer is not None:
             check_reducer("reducer", reducer)
         self.reducer: Reducer = Mean() if reducer is None else reducer
@@ -191,9 +127,12 @@ class Averager:
         self._policy = policy_of(self.reducer, on_nonfinite)
         own = (f"reducer {self.reducer!r}", f"weights {peers.weights}", str(self._policy))
         self._agreements = (*agreements, *own)
-        self._shards: dict[str, tuple[Holders, Peers]] = {}
+        self._cutter = Cutter(peers, self.reducer, window_bytes)
+        self._binder = Binder() if binder is None else binder
         self._introduced = False  # whether the reducer has seen the tensors
-        self._bound: Bound | None = None  # what was averaged last
+        self._bound: Bound | None = None  # what was averaged last,
+        self._cut: list[Job] | None = None  # in which windows,
+        self._looked_at: list[Batch] | None = None  # and where infinities are looked for
         # How the ranks of a host divide what they have in common; None: each averages all of it.
         self._division: Division | None = None
         self._kept = Kept() if kept is None else kept
@@ -232,11 +171,11 @@ class Averager:
 
     def _bind(self, parts: Parts) -> Bound:
         """Return what was made for these tensors before, or make it."""
-        if self._bound is None or not self._bound.holds(parts.means, parts.largest):
-            bound = Bound.of(parts.means, parts.largest)
+        bound = self._binder.bind(parts)
+        if bound is not self._bound:
             self._check_device(parts.means[0][1].device)
-            self._bound = bound
-        return self._bound
+            self._bound, self._cut, self._looked_at = bound, None, None
+        return bound
 
     def _lines(self) -> tuple[str, ...]:
         """Return what must be equal on all ranks besides the tensors."""
@@ -253,8 +192,7 @@ class Averager:
             self._division = self.reducer.divide(self.peers)
             if self._division is not None and named:
                 self._division.prepare(named[0][1].device)
-        if self._bound is not None:  # how it is divided is known only now
-            self._bound.jobs = self._bound.batches = None
+        self._cut = self._looked_at = None  # how it is divided is known only now
         return True
 
     def _first_nonfinite(self, bound: Bound) -> str:
@@ -264,11 +202,11 @@ class Averager:
         """
         if self._policy is NonFinite.PASS or self.peers.size == 1:
             return ""
-        if bound.batches is None:
+        if self._looked_at is None:
             skips = self._policy is NonFinite.SKIP
             looked_at = bound.parts if skips else self.share(bound.parts)
-            bound.batches = batches(compressible(looked_at))
-        return first_nonfinite(bound.batches, encoded=compresses(self.reducer))
+            self._looked_at = batches(compressible(looked_at))
+        return first_nonfinite(self._looked_at, encoded=compresses(self.reducer))
 
     @torch.no_grad()
     def start(self, agreed: Agreed, *, hand_round: bool = True) -> Averaging:
@@ -323,12 +261,8 @@ class Averager:
     @torch.no_grad()
     def broadcast(self, named: Sequence[Named], skipped: Sequence[int] = ()) -> Traffic:
         """Give every rank the values of the first that is not skipped; any dtype will do."""
-        agreed = self._agree_on(named, "agreeing what to broadcast")
-        jobs: list[Job] = []
-        for key, group in _by_shard(agreed).items():
-            peers = self._shard(key)[1].muted(skipped)
-            jobs += jobs_of(windows(group, self._window_size(peers)), peers, key)
-        return Averaging(jobs, Direct(First())).finish()
+        parts, keys = self._agree_on(named, "agreeing what to broadcast")
+        return Averaging(self._cutter.cut_exact(parts, keys, skipped), Direct(First())).finish()
 
     @torch.no_grad()
     def prepare(self, named: Sequence[Named], *, common: bool) -> None:
@@ -337,7 +271,7 @@ class Averager:
         ``common``: all ranks hold the same values, from which differences are then taken.
         """
         self._introduce(named)
-        jobs = self._jobs(Agreed(Bound.of(named, ()), [], 0))
+        jobs = self._jobs(Agreed(self._bind(Parts(list(named))), [], 0))
         if common and self._sends_differences:
             remember(self._kept.references, jobs)
 
@@ -345,18 +279,18 @@ class Averager:
     def compare(self, named: Sequence[Named]) -> None:
         """Raise ``RankMismatch`` on every rank unless all hold the same values."""
         phase = Phase("comparing replicas")
-        for key, group in _by_shard(self._agree_on(named, "agreeing what to compare")).items():
-            _, peers = self._shard(key)
+        parts, keys = self._agree_on(named, "agreeing what to compare")
+        for key, group in by_shard(parts, keys).items():
+            _, peers = self._cutter.shard(key)
             agree(peers.during(phase), Statement(tuple(fingerprints(group))))
 
-    def _agree_on(self, named: Sequence[Named], verb: str) -> Agreed:
-        """Compare names, shapes and dtypes, whatever they are."""
+    def _agree_on(self, named: Sequence[Named], verb: str) -> tuple[list[Named], dict[str, str]]:
+        """Compare names, shapes and dtypes, whatever they are; return memory and shard keys."""
         parts = memory(named)
         kept = {name for name, _ in parts}
         told = state([(name, t) for name, t in named if name in kept], *self._agreements)
-        headers = agree(self.peers.during(Phase(verb)), told)
-        keys = {name: shard_key(tensor) for name, tensor in named}
-        return Agreed(Bound([], [], [], parts, keys, told.lines), headers, 0)
+        agree(self.peers.during(Phase(verb)), told)
+        return parts, {name: shard_key(t) for name, t in named if is_dtensor(t)}
 
     def _check_device(self, device: torch.device) -> None:
         if self.peers.size > 1 and self.peers.device_for(device) != device:
@@ -376,45 +310,16 @@ class Averager:
         self._division.check(self.peers, headers)
 
     def _jobs(self, agreed: Agreed) -> list[Job]:
-        if agreed.bound.jobs is not None and not agreed.skipped:
-            return agreed.bound.jobs
-        jobs: list[Job] = []
-        for key, group in _by_shard(agreed).items():
-            holders, peers = self._shard(key)
-            if key and not holders.can_average:
-                raise ValueError(
-                    f"level {self.peers.level!r} (ranks {list(self.peers.global_ranks)}) must hold "
-                    f"every shard on several ranks, got {holders.by_shard}; a level inside the "
-                    "shard mesh cannot average: choose one that spans whole meshes"
-                )
-            muted = replace(peers.muted(agreed.skipped), checked=True)
-            jobs += self._jobs_of_shard(key, group, muted)
-        if not agreed.skipped:
-            agreed.bound.jobs = jobs
+        """Return the windows of what was agreed: cut once, but where some of it is left out."""
+        usual = agreed.bound is self._bound and not agreed.skipped
+        if usual and self._cut is not None:
+            return self._cut
+        divided = self._division is not None
+        bound, skipped = agreed.bound, agreed.skipped
+        jobs = self._cutter.cut(bound.parts, bound.shard_keys, skipped=skipped, divided=divided)
+        if usual:
+            self._cut = jobs
         return jobs
-
-    def _jobs_of_shard(self, key: str, group: list[Named], peers: Peers) -> list[Job]:
-        lossy, size = self.reducer.lossy, self._window_size(peers)
-        # With the weights that the peers have now.
-        division = None if self._division is None else self.reducer.divide(peers)
-        if division is None and not lossy:
-            return jobs_of(windows(group, size), peers, key)
-        by = Mean() if lossy or division is None else division.undivided
-        exact = jobs_of(windows(only_exact(group), size), peers, key, by=by)
-        rest = compressible(group)
-        if division is None:
-            self.reducer.check_replicas(peers)
-        else:
-            rest, peers = division.share(rest), division.across
-            size = self._window_size(peers)
-        # Differences are copies in any case, so large pieces may share a window too.
-        own = size if lossy else OWN_WINDOW_BYTES
-        return [*jobs_of(windows(rest, size, own), peers, key), *exact]
-
-    def _window_size(self, peers: Peers) -> int:
-        # Windows show in what a lossy reducer does, and the way that bytes travel must not.
-        most = self._window_bytes if self.reducer.lossy else peers.window_bytes
-        return min(self._window_bytes, most)
 
     def _sender(self, jobs: Sequence[Job]) -> Sender:
         reducer = self.reducer if self._division is None else self._division.reducer
@@ -435,32 +340,3 @@ class Averager:
             if len(ranks) < self.peers.size:
                 return ranks
         raise not_finite(peers, whole_name(bad), self.reducer)
-
-    def _shard(self, key: str) -> tuple[Holders, Peers]:
-        """Return who of this group holds the same shard; the first call is collective."""
-        if key == "":
-            whole = self.peers.global_ranks
-            return Holders({"": whole}, whole), self.peers
-        if key not in self._shards:
-            holders = holders_of(self.peers, key)
-            self._shards[key] = (holders, _among(self.peers, holders.mine))
-        return self._shards[key]
-
-
-def _by_shard(agreed: Agreed) -> dict[str, list[Named]]:
-    """Group the parts by the shard that this rank holds of them; empty parts count."""
-    groups: dict[str, list[Named]] = {}
-    for name, local in agreed.bound.parts:
-        groups.setdefault(agreed.bound.shard_keys[name], []).append((name, local))
-    return groups
-
-
-def _among(peers: Peers, ranks: tuple[int, ...]) -> Peers:
-    """Return the peers among ``ranks``, with a process group made for them once."""
-    if ranks == peers.global_ranks:
-        return peers
-    weights = peers.weights
-    if weights is not None:
-        weights = tuple(weights[peers.global_ranks.index(rank)] for rank in ranks)
-    group = peers.group.subgroup(ranks, peers.timeout)
-    return Peers(group, peers.level, weights, peers.timeout)

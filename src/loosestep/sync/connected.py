@@ -8,7 +8,7 @@ from loosestep.comm.agreement import Statement, agree
 from loosestep.comm.group import Group, require_process_group
 from loosestep.comm.peers import Peers
 from loosestep.comm.transport.meeting import host_key
-from loosestep.strategy.topology import HostTopology, Topology
+from loosestep.strategy.topology import Topology
 
 
 class ConnectedTopology(Topology):
@@ -48,9 +48,9 @@ class ConnectedTopology(Topology):
 
 def resolve(topology: Topology, timeout: float | None = None) -> Topology:
     """Return a topology whose levels are known; where hosts are to be told, its ranks call this."""
-    if not isinstance(topology, HostTopology):
-        return topology
     ranks = topology.asked()
+    if not ranks:
+        return topology
     timeout = topology.timeout if timeout is None else timeout
     require_process_group()
     group = Group.alone(dist.get_rank()) if len(ranks) == 1 else Group.make(ranks, timeout)

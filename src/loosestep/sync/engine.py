@@ -29,6 +29,7 @@ from loosestep.strategy.clock import Clock
 from loosestep.strategy.policies import Initial
 from loosestep.strategy.schedules import Schedule, next_sync
 from loosestep.sync.averager import Averager
+from loosestep.sync.bound import Binder
 from loosestep.sync.kept import Kept, load_into, state_of
 from loosestep.sync.overlap import Overlap
 from loosestep.sync.parts import Parts, split_floats
@@ -67,6 +68,7 @@ class Engine:
         self._settings, self._schedule = settings, schedule
         self._clock, self._telemetry = clock, telemetry
         self._averagers: dict[str, Averager] = {}
+        self._whole, self._shards = Binder(), Binder()  # all levels average the same tensors
         self._kept: dict[str, Kept] = {}  # by level
         self._overlap = Overlap(settings.overlap_steps)
         self._last_step = 0  # that was followed
@@ -288,6 +290,7 @@ class Engine:
                 agreements=self._settings.agreements(),
                 kept=self._kept.setdefault(level, Kept()),
                 on_nonfinite=self._settings.on_nonfinite,
+                binder=self._whole if peers is None else self._shards,
             )
         return self._averagers[level]
 
@@ -298,4 +301,5 @@ class Engine:
             reducer=self._settings.reducer.exact,
             agreements=self._settings.agreements(),
             on_nonfinite=self._settings.on_nonfinite,
+            binder=self._whole,
         )

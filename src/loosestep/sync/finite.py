@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
+from loosestep.comm import native
+from loosestep.comm.flat import Addresses
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers import Reducer
 from loosestep.comm.reducers.reducer import compresses
@@ -14,9 +18,47 @@ from loosestep.comm.sharded_types import is_dtensor
 from loosestep.comm.tensors import Named
 from loosestep.errors import NotFinite
 
-Batch = tuple[list[str], list[torch.Tensor]]  # names, and tensors that are looked at together
+BATCH_BYTES = 256 << 10  # of small tensors that torch looks at together; fits a cache
+# The bits of an exponent: all of them are set in an infinity or NaN, and in nothing else.
+EXPONENTS = {
+    torch.float16: 0x7C00,
+    torch.bfloat16: 0x7F80,
+    torch.float32: 0x7F80_0000,
+    torch.float64: 0x7FF0_0000_0000_0000,
+}
 
-BATCH_BYTES = 256 << 10  # of small tensors that are looked at together; fits a cache
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors of one dtype that are looked at together, by name."""
+
+    names: list[str]
+    tensors: list[torch.Tensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all of them."""
+        return self.tensors[0].dtype
+
+    @cached_property
+    def addresses(self) -> Addresses | None:
+        """Where they lie, if one call in C can look at all of them."""
+        return Addresses.of(self.tensors) if self.dtype in EXPONENTS else None
+
+    def first_nonfinite(self, encoded: bool) -> str:
+        """Return the name of the first that is not finite throughout; empty: all are."""
+        where, loops = self.addresses, native.loops()
+        if where is not None and loops is not None and not (encoded and self.dtype.itemsize == 8):
+            kind = (self.dtype.itemsize, EXPONENTS[self.dtype])
+            found = loops.find_nonfinite(where.starts, where.sizes, where.num, *kind)
+            return "" if found < 0 else self.names[found]
+        one = self.tensors[0]
+        more = len(self.tensors) > 1
+        together = torch.cat([tensor.reshape(-1) for tensor in self.tensors]) if more else one
+        if _all_finite(together, encoded):
+            return ""
+        pairs = zip(self.names, self.tensors, strict=True)
+        return next(name for name, tensor in pairs if not _all_finite(tensor, encoded))
 
 
 @torch.no_grad()
@@ -28,12 +70,7 @@ def first_nonfinite(batches: Sequence[Batch], *, encoded: bool = True) -> str:
     >>> first_nonfinite(batches([("w", torch.ones(2)), ("b", torch.tensor([float("nan")]))]))
     'b'
     """
-    for names, tensors in batches:
-        together = tensors[0] if len(tensors) == 1 else _together(tensors)
-        if not _all_finite(together, encoded):
-            pairs = zip(names, tensors, strict=True)
-            return next(name for name, tensor in pairs if not _all_finite(tensor, encoded))
-    return ""
+    return next(filter(None, (batch.first_nonfinite(encoded) for batch in batches)), "")
 
 
 def batches(named: Sequence[Named]) -> list[Batch]:
@@ -41,20 +78,13 @@ def batches(named: Sequence[Named]) -> list[Batch]:
     found: list[Batch] = []
     room = 0
     for name, tensor in named:
-        flat = tensor.view(-1) if tensor.is_contiguous() else tensor
-        if not found or tensor.nbytes > room or tensor.dtype is not found[-1][1][0].dtype:
-            found.append(([], []))
+        if not found or tensor.nbytes > room or tensor.dtype is not found[-1].dtype:
+            found.append(Batch([], []))
             room = BATCH_BYTES
-        found[-1][0].append(name)
-        found[-1][1].append(flat)
+        found[-1].names.append(name)
+        found[-1].tensors.append(tensor)
         room -= tensor.nbytes
     return found
-
-
-def _together(tensors: list[torch.Tensor]) -> torch.Tensor:
-    if all(tensor.ndim == 1 for tensor in tensors):
-        return torch.cat(tensors)
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _all_finite(tensor: torch.Tensor, encoded: bool) -> bool:

@@ -2,14 +2,13 @@
 
 launch      a few windows at a time, so that memory stays bounded
 advance     sum what has arrived, launch the way back
-finish      write back; ``data_ptr``, strides and views are what they were
-            then let reducers and references keep what they have learnt: all of it, or nothing
+wait        write back; ``data_ptr``, strides and views are what they were
+commit      then let reducers and references keep what they have learnt: all of it, or nothing
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,57 +16,16 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from loosestep.comm.flat import STAGING, Window, pack, pack_difference, unpack, windows
+from loosestep.comm.flat import STAGING, pack, pack_difference, unpack, windows
 from loosestep.comm.peers import Peers, Phase
 from loosestep.comm.reducers import NOTHING, Handle, Native, Place, Reducer, State
 from loosestep.comm.tensors import Named
+from loosestep.sync.jobs import Job
 from loosestep.telemetry.traffic import Traffic
 
 BUDGET_BYTES = 12 << 20  # what they may take together, in each direction; one is always allowed
 BATCH_BYTES = 4 << 20  # what windows that go together may take; a batch before may be on its way
 COUNTER_WINDOW_BYTES = 512 << 10  # counters are widened to 8 bytes on the way
-
-
-@dataclass(frozen=True)
-class Job:
-    """A window that is to be averaged with some peers."""
-
-    window: Window
-    peers: Peers
-    place: Place  # in the model
-    by: Reducer | None = None  # what averages it; None: what averages the rest
-
-    @property
-    def silent(self) -> bool:
-        """Whether this rank has no say in the mean: its values must not even be looked at."""
-        weights = self.peers.weights
-        return weights is not None and weights[self.peers.group_rank] == 0.0
-
-    @property
-    def some_silent(self) -> bool:
-        """Whether that is so for any rank; the same on all of them."""
-        return 0.0 in (self.peers.weights or ())
-
-
-def jobs_of(
-    windows: Sequence[Window], peers: Peers, shard_key: str = "", *, by: Reducer | None = None
-) -> list[Job]:
-    """Return a job for every window; its slot names the tensors and counts those of one name."""
-    jobs: list[Job] = []
-    seen: Counter[str] = Counter()
-    for window in windows:
-        place = " ".join(part for part in (window.name, _contents(window), shard_key) if part)
-        jobs.append(Job(window, peers, Place(f"{seen[place]} {place}"), by))
-        seen[place] += 1
-    return jobs
-
-
-def _contents(window: Window) -> str:
-    """Return a mark that tells shared windows apart whose tensors are not the same."""
-    if len(window.pieces) == 1:
-        return ""
-    shapes = [(piece.name, tuple(piece.view.shape)) for piece in window.pieces]
-    return "#" + hashlib.blake2b(repr(shapes).encode(), digest_size=4).hexdigest()
 
 
 @dataclass
@@ -229,8 +187,14 @@ class Averaging:
         self.traffic = Traffic()
         self._launch_some()
 
-    @torch.no_grad()
     def finish(self) -> Traffic:
+        """Wait, and believe it at once."""
+        traffic = self.wait()
+        self.commit()
+        return traffic
+
+    @torch.no_grad()
+    def wait(self) -> Traffic:
         """Carry all windows through and write them back."""
         while self._inbound:
             sent = self._inbound.popleft()
@@ -244,10 +208,13 @@ class Averaging:
         if self._largest is not None:
             self._take_largest(*self._largest)
         self.traffic.add(self._afterwards())
+        return self.traffic
+
+    def commit(self) -> None:
+        """Let reducers and references keep what they have learnt."""
         for sent in self._landed:
             sent.commit()
         self._landed.clear()
-        return self.traffic
 
     def _land(self) -> None:
         sent = self._outbound.popleft()

@@ -21,7 +21,8 @@ import torch
 from loosestep.comm.flat import STAGING, pack, unpack, unpack_sum
 from loosestep.comm.peers import Phase
 from loosestep.comm.reducers import Mean, Reducer, State
-from loosestep.sync.pipeline import Direct, Job, Sent, SentTogether, stage
+from loosestep.sync.jobs import Job
+from loosestep.sync.pipeline import Direct, Sent, SentTogether, stage
 from loosestep.telemetry.traffic import Traffic
 
 SAMPLE = 1 << 12  # elements of a window from which the size of the mean is estimated

@@ -57,6 +57,17 @@ class Replica:
     ) -> None:
         self._all_parameters, self._module, self._optimizer = parameters, module, optimizer
         self._buffers, self._optimizer_state = buffers, optimizer_state
+        self._given: Iterable[Named] = ()  # what ``parameters`` returned last,
+        self._flags: list[bool] = []  # which of it was trained,
+        self._trained: list[Named] = []  # and those
+
+    @property
+    def sharded(self) -> ShardedReplica | None:
+        """Itself, if its optimizer is sharded."""
+        return None
+
+    def meet(self) -> None:
+        """Make the groups that averages need beside those of the levels: none; collective."""
 
     def weights(self) -> Parts:
         """Return what a sync changes beside the optimizer's state."""
@@ -109,7 +120,14 @@ class Replica:
                 self._optimizer.state.pop(parameter, None)
 
     def _parameters(self) -> list[Named]:
-        return [(name, p) for name, p in self._all_parameters() if p.requires_grad]
+        """Return those that are trained; the same list as long as they are the same."""
+        given = self._all_parameters()
+        named = given if isinstance(given, list) else list(given)
+        flags = [parameter.requires_grad for _, parameter in named]
+        if named is not self._given or flags != self._flags:
+            self._given, self._flags = named, flags
+            self._trained = [pair for pair, trained in zip(named, flags, strict=True) if trained]
+        return self._trained
 
     def _module_buffers(self) -> list[Named]:
         return [] if self._module is None else buffers_of(self._module)
@@ -177,6 +195,11 @@ class ShardedReplica(Replica):
         self._check_gradient_levels()
         if topology.timeout is not None:
             zero.limit_waits(topology.timeout)
+
+    @property
+    def sharded(self) -> ShardedReplica:
+        """Itself."""
+        return self
 
     def meet(self) -> None:
         """Make the groups of those that own the same shard elsewhere; collective."""

@@ -112,6 +112,12 @@ void add_blocks(int planes, const float *scales, const uint8_t *rows, int64_t co
 void encode_topk(const float *x, int64_t count, int64_t wanted, int32_t *indices, float *values);
 void add_topk(const int32_t *indices, const float *values, int64_t wanted, float share, float *out);
 
+/* pieces.c; sizes in bytes, a mask of the bits of an exponent; -1: all are finite */
+void gather(char *to, const char *const *pieces, const int64_t *sizes, int64_t num);
+void scatter(const char *from, char *const *pieces, const int64_t *sizes, int64_t num);
+int64_t find_nonfinite(const char *const *pieces, const int64_t *sizes, int64_t num,
+                       int64_t element_bytes, int64_t mask);
+
 #pragma GCC visibility pop
 
 #endif
