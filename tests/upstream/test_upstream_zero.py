@@ -8,6 +8,7 @@ from tests.support.upstream_zero import NUM_CASES, fetch, on_cpu, passed_alone, 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_pytorchs_tests_of_zero_pass(tmp_path: Path) -> None:
     """All that need no GPUs, of the last release that Debian has the sources of."""
     try:
