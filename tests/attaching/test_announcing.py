@@ -8,6 +8,7 @@ import torch
 from loosestep import LoosestepWarning, Topology, attach, ddp, hierarchical_sgd, post_local_sgd
 from loosestep.errors import forget_warnings
 from loosestep.reducers import ErrorFeedback, Int4
+from loosestep.schedules import every
 from loosestep.strategy.strategy import Strategy
 from loosestep.testing import RankPool
 
@@ -50,11 +51,17 @@ def many(which: str) -> list[tuple[list[str], list[str], str]]:
             post_local_sgd(8, warmup_steps=100),
             hierarchical_sgd({"host": 2, "world": 4}, gradients="world"),
         ],
+        "nothing saved on two hosts": [
+            hierarchical_sgd({"host": 2, "world": 4}, gradients="world", topology=hosts),
+            hierarchical_sgd({"host": 4}, gradients="host", topology=hosts),
+            Strategy(schedule=every(4, level="host", gradients="world"), topology=hosts),
+        ],
         "something saved": [
             ddp(),
             post_local_sgd(8, gradients=None),
             post_local_sgd(8, topology=hosts),
             hierarchical_sgd({"host": 2, "world": 4}, topology=hosts),
+            hierarchical_sgd({"host": 2, "world": 4}, gradients="host", topology=hosts),
         ],
     }
     return [attached_with(strategy) for strategy in strategies[which]]
@@ -87,6 +94,8 @@ def test_a_strategy_that_saves_nothing_is_warned_of(pool: RankPool) -> None:
         )
         assert "gradients=None" in warning
         assert on_others[1] == []
+    for _, (warning,), _ in pool.run(4, many, "nothing saved on two hosts")[0]:
+        assert warning.startswith("nothing is saved by this strategy: gradients are shared at")
     assert all(told == [] for _, told, _ in pool.run(4, many, "something saved")[0])
 
 

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim.swa_utils import AveragedModel
 
-from loosestep import LoosestepWarning, RankMismatch, Strategy, attach, ddp, post_local_sgd
+from loosestep import (
+    HierarchicalModelAverager,
+    LoosestepWarning,
+    ModelAverager,
+    PeriodicModelAverager,
+    RankMismatch,
+    Strategy,
+    attach,
+    ddp,
+    post_local_sgd,
+)
 from loosestep.schedules import every
 from loosestep.testing import RankPool
 from tests.support.oracle import Net, equal, exact_mean, loss_of, make_net, sgd, snapshot
@@ -128,6 +139,48 @@ def test_one_ranks_state_is_not_taken_for_all(pool: RankPool) -> None:
             assert "ranks [1]" in text
             assert "run.averaged()" in text
         assert synced == "at step 4"
+
+
+def loaded_by_averagers() -> list[str]:
+    """Load rank 0's state of some calls into averagers on all ranks; return what came of it."""
+    told = []
+    makers: list[Callable[[], ModelAverager]] = [
+        lambda: PeriodicModelAverager(4),
+        lambda: PeriodicModelAverager(4, warmup_steps=3),
+        lambda: HierarchicalModelAverager({2: 1, 4: 2}),
+        lambda: PeriodicModelAverager(4, overlap_steps=2),
+    ]
+    for make in makers:
+        for calls in (3, 5, 8):
+            parameter, averager = torch.nn.Parameter(torch.zeros(2)), make()
+            for _ in range(calls):
+                averager.average_parameters([parameter])
+            held: list[Any] = [averager.state_dict()]
+            make().load_state_dict(held[0])  # every rank its own
+            dist.broadcast_object_list(held, 0)
+            averager.finalize([parameter])
+            try:
+                make().load_state_dict(held[0])
+                told.append("taken")
+            except RankMismatch as error:
+                words = ("rank 0 of 2", "ranks [1]", "finalize")
+                told.append("refused" if all(word in str(error) for word in words) else str(error))
+            after: list[Any] = [averager.state_dict()]
+            dist.broadcast_object_list(after, 0)
+            make().load_state_dict(after[0])
+    return told
+
+
+def test_averagers_do_not_take_one_ranks_state_for_all(pool: RankPool) -> None:
+    """In mid-period; in a warm-up, after an average and after ``finalize`` it stands for all."""
+    refused, taken = "refused", "taken"
+    for told in pool.run(2, loaded_by_averagers):
+        assert told == [
+            *(refused, taken, refused),  # averages at calls 0, 4, 8, ...
+            *(taken, refused, taken),  # at 3 and 7
+            *(refused, taken, refused),  # over both ranks at 0, 4, ...
+            *(refused, refused, refused),  # what comes has nothing of the calls since
+        ]
 
 
 def saved_inside_averaged(strategy: Strategy) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from loosestep import attach, ddp
 from loosestep.reducers import Cast, Mean, Reducer, Resident
@@ -63,3 +64,30 @@ def test_a_gradient_penalty_is_that_of_the_mean_gradient(pool: RankPool) -> None
         for reducer, gradients in zip(REDUCERS, results, strict=True):
             close = 0.05 if isinstance(reducer, Cast) else 1e-9
             torch.testing.assert_close(gradients, expected, rtol=close, atol=close)
+
+
+def outcome_under_ddp(reducer: Reducer | None, attached: bool) -> str:
+    """Return the error of a backward of a DDP module, or its gradients."""
+    model = DistributedDataParallel(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    run = attach(model, optimizer, ddp(gradient_reducer=reducer)) if attached else None
+    try:
+        loss_of(model, dist.get_rank()).backward(create_graph=True)
+        outcome = str([p.grad for p in model.parameters()])
+    except RuntimeError as error:
+        outcome = str(error)
+    if run is not None:
+        run.detach()
+    return outcome
+
+
+def under_ddp_on_ranks() -> list[str]:
+    ways = [(None, False), (None, True), (Mean(), True)]
+    return [outcome_under_ddp(reducer, attached) for reducer, attached in ways]
+
+
+def test_create_graph_under_ddp_does_what_ddp_does(pool: RankPool) -> None:
+    """Which is an error: DDP writes the mean into a leaf. Attached it is the same, and no wait."""
+    for bare, native, mean in pool.run(2, under_ddp_on_ranks):
+        assert native == mean == bare
+        assert "in-place operation" in bare

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from loosestep import NotFinite
 from loosestep.lab.trainer.checkpoint import whole_folder
+from loosestep.lab.trainer.saving import check_finite
+from loosestep.testing import RankPool
 from tests.support.commands import TINY, call
 
 
@@ -24,3 +31,24 @@ def test_what_is_not_finite_is_neither_saved_nor_a_success(tmp_path: Path, strat
     assert "infinity or NaN" in done.err
     assert whole_folder(folder, 1).exists()
     assert not whole_folder(folder, 2).exists()
+
+
+def checked(spoilt: str) -> str:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model.register_buffer("mask", torch.full((2,), float("-inf")))
+    if spoilt and dist.get_rank() == 1:
+        dict(model.named_buffers())[spoilt][0] = float("inf")
+    worker: Any = SimpleNamespace(sharing=SimpleNamespace(model=model), step=3)
+    try:
+        check_finite(worker)
+    except NotFinite as error:
+        return str(error)
+    return "finite"
+
+
+def test_statistics_must_be_finite_and_masks_need_not(pool: RankPool) -> None:
+    """What BatchNorm normalises by is part of what a model computes."""
+    assert pool.run(2, checked, "") == ["finite"] * 2
+    for buffer in ("1.running_mean", "1.running_var"):
+        for said in pool.run(2, checked, buffer):
+            assert f"{buffer!r} of worker 1" in said

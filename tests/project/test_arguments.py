@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +14,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+import loosestep
+import loosestep.reducers
+import loosestep.schedules
+import loosestep.testing
 from loosestep import (
     Clock,
+    GradientHook,
     HierarchicalModelAverager,
     JsonLines,
     NotAttachable,
@@ -23,25 +32,34 @@ from loosestep import (
     Sharding,
     Strategy,
     Telemetry,
+    TensorBoard,
     Topology,
     ZeroOptions,
     ZeroRedundancyOptimizer,
     attach,
     average_,
+    average_parameters,
+    average_parameters_or_parameter_groups,
     ddp,
+    get_params_to_average,
     gradient_hook,
     hierarchical_sgd,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
     post_local_sgd,
     schedules,
     zero,
 )
+from loosestep.compat.averagers import Options
 from loosestep.reducers import (
     Cast,
     ErrorFeedback,
+    Int2,
     Int4,
     Int8,
     Mean,
     Native,
+    Place,
     ReplicaFeedback,
     Resident,
     Ternary,
@@ -51,9 +69,32 @@ from loosestep.reducers import (
 from loosestep.schedules import Due, after, always, every, levels
 from loosestep.sync.averager import Averager
 from loosestep.sync.connected import ConnectedTopology
-from loosestep.testing import RankPool, RecordingReducer
+from loosestep.testing import RankPool, RecordingReducer, run_ranks
 
 Case = tuple[Callable[..., Any], dict[str, Any]]
+
+
+def no_ranks(**arguments: Any) -> None:
+    """Call ``run_ranks`` where that starts no process: what is sensible is refused at the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankPool, "_ready", nobody)
+        run_ranks(**arguments)
+
+
+def nobody(*_: object) -> list[Any]:
+    raise ValueError("no processes for this test")
+
+
+def written(sink: Callable[[Any], JsonLines | TensorBoard]) -> Callable[..., None]:
+    """Return what makes a sink in a folder of its own; the system's word about a path may stand."""
+
+    def make(**arguments: Any) -> None:
+        inside, system = contextlib.chdir, contextlib.suppress(OSError)
+        with tempfile.TemporaryDirectory() as folder, inside(folder), system:
+            sink(*arguments.values()).close()
+
+    return make
+
 
 # Public constructors that need no process group, with arguments that make sense.
 PURE: dict[str, Case] = {
@@ -78,6 +119,7 @@ PURE: dict[str, Case] = {
             "sharding": None,
             "gradient_reducer": None,
             "overlap_steps": 0,
+            "on_nonfinite": "raise",
         },
     ),
     "ddp": (ddp, {"topology": None, "gradient_reducer": None}),
@@ -91,6 +133,7 @@ PURE: dict[str, Case] = {
             "reducer": None,
             "gradient_reducer": None,
             "overlap_steps": 0,
+            "on_nonfinite": "raise",
         },
     ),
     "hierarchical_sgd": (
@@ -103,11 +146,19 @@ PURE: dict[str, Case] = {
             "reducer": None,
             "gradient_reducer": None,
             "overlap_steps": 0,
+            "on_nonfinite": "raise",
         },
     ),
     "zero": (
         zero,
-        {"period": 4, "gradients": None, "stage": 1, "topology": None, "reducer": None},
+        {
+            "period": 4,
+            "gradients": None,
+            "stage": 1,
+            "topology": None,
+            "reducer": None,
+            "on_nonfinite": "raise",
+        },
     ),
     "every": (every, {"period": 4, "level": "world", "gradients": None}),
     "levels": (levels, {"periods": {"world": 4}, "gradients": None}),
@@ -118,6 +169,18 @@ PURE: dict[str, Case] = {
     "Native": (Native, {"op": torch.distributed.ReduceOp.SUM}),
     "Int8": (
         Int8,
+        {"block": 256, "rounding": "nearest", "seed": 0, "on_nonfinite": "raise"},
+    ),
+    "Int4": (
+        Int4,
+        {"block": 256, "rounding": "nearest", "seed": 0, "on_nonfinite": "raise"},
+    ),
+    "Int2": (
+        Int2,
+        {"block": 256, "rounding": "nearest", "seed": 0, "on_nonfinite": "raise"},
+    ),
+    "Ternary": (
+        Ternary,
         {"block": 256, "rounding": "nearest", "seed": 0, "on_nonfinite": "raise"},
     ),
     "TopK": (TopK, {"density": 0.1, "on_nonfinite": "raise"}),
@@ -142,6 +205,14 @@ PURE: dict[str, Case] = {
     "Telemetry": (Telemetry, {"sinks": []}),
     "RankPool": (RankPool, {"size": 2}),
     "RecordingReducer": (RecordingReducer, {"inner": None}),
+    "run_ranks": (
+        no_ranks,
+        {"world_size": 1, "body": len, "timeout": 60.0, "group_timeout": 30.0},
+    ),
+    "Place": (Place, {"slot": "gradients 0"}),
+    "JsonLines": (written(JsonLines), {"path": "run.jsonl"}),
+    "TensorBoard": (written(TensorBoard), {"log_dir": "runs"}),
+    "get_params_to_average": (get_params_to_average, {"params": []}),
 }
 
 CLASSES = [Int8, Mean, Topology, Telemetry, torch.nn.Linear, dict]
@@ -188,7 +259,8 @@ def test_any_nonsense_is_a_value_or_type_error(name: str, data: st.DataObject) -
     makes_sense_or_is_refused(make, {**sensible, which: data.draw(NONSENSE)})
 
 
-def with_a_process_group(examples: int) -> None:
+def cases_in_a_job() -> dict[str, Case]:
+    """Return the same for those that need a process group."""
     model = torch.nn.Linear(2, 2)
 
     def optimizer() -> torch.optim.Optimizer:
@@ -196,6 +268,9 @@ def with_a_process_group(examples: int) -> None:
 
     def attached(**arguments: Any) -> None:
         attach(**arguments).detach()
+
+    def hooked(**arguments: Any) -> None:
+        GradientHook(**arguments).close()
 
     averager, connected = PeriodicModelAverager(4), ConnectedTopology(Topology({"world": [[0]]}))
     options = {
@@ -206,8 +281,9 @@ def with_a_process_group(examples: int) -> None:
         "telemetry": None,
         "timeout": None,
         "overlap_steps": 0,
+        "on_nonfinite": "raise",
     }
-    cases: dict[str, Case] = {
+    return {
         "attach": (
             attached,
             {
@@ -219,11 +295,11 @@ def with_a_process_group(examples: int) -> None:
                 "timeout": None,
             },
         ),
-        "periodic": (
+        "PeriodicModelAverager": (
             PeriodicModelAverager,
             {"period": 4, "warmup_steps": 0, "process_group": None, **options},
         ),
-        "hierarchical": (
+        "HierarchicalModelAverager": (
             HierarchicalModelAverager,
             {
                 "period_group_size_dict": {4: 1},
@@ -232,7 +308,7 @@ def with_a_process_group(examples: int) -> None:
                 **options,
             },
         ),
-        "state": (
+        "PostLocalSGDState": (
             PostLocalSGDState,
             {
                 "process_group": None,
@@ -242,7 +318,7 @@ def with_a_process_group(examples: int) -> None:
                 "clock": Clock(),
             },
         ),
-        "post-local optimizer": (
+        "PostLocalSGDOptimizer": (
             PostLocalSGDOptimizer,
             {"optim": optimizer(), "averager": averager},
         ),
@@ -261,19 +337,43 @@ def with_a_process_group(examples: int) -> None:
             gradient_hook,
             {"reducer": Int8(), "process_group": None, "timeout": None},
         ),
-        "zero optimizer": (
+        "GradientHook": (
+            hooked,
+            {"reducer": Int8(), "peers": connected.peers("world")},
+        ),
+        "hook_with_zero_step": (
+            hook_with_zero_step,
+            {"hook": allreduce_hook, "ddp": None, "zero": None, "shard_buckets": False},
+        ),
+        "hook_with_zero_step_interleaved": (
+            hook_with_zero_step_interleaved,
+            {"hook": allreduce_hook, "ddp": None, "zero": None, "shard_buckets": False},
+        ),
+        "average_parameters": (
+            average_parameters,
+            {"params": [torch.nn.Parameter(torch.zeros(2))], "process_group": None},
+        ),
+        "average_parameters_or_parameter_groups": (
+            average_parameters_or_parameter_groups,
+            {"params": [torch.nn.Parameter(torch.zeros(2))], "process_group": None},
+        ),
+        "ZeroRedundancyOptimizer": (
             ZeroRedundancyOptimizer,
             {
                 "params": list(model.parameters()),
                 "optimizer_class": torch.optim.SGD,
                 "process_group": None,
+                "parameters_as_bucket_view": False,
+                "overlap_with_ddp": False,
                 "zero_options": None,
                 "lr": 0.1,
             },
         ),
     }
 
-    for make, sensible in cases.values():
+
+def with_a_process_group(examples: int) -> None:
+    for make, sensible in cases_in_a_job().values():
         for which in sensible:
 
             @settings(max_examples=examples, deadline=None)
@@ -287,6 +387,57 @@ def with_a_process_group(examples: int) -> None:
 def test_any_nonsense_in_a_job_is_a_value_or_type_error(pool: RankPool) -> None:
     """The same for constructors that need a process group."""
     pool.run(1, with_a_process_group, settings().max_examples // 5)
+
+
+# What the tables need not have, and why.
+LEFT_OUT = {
+    "Attached": "made by attach",
+    "ModelAverager": "abstract; its two kinds are there",
+    "post_localSGD_hook": "called by DDP",
+    "Schedule": "a protocol",
+    "Reducer": "abstract, without arguments",
+    "Handle": "abstract, without arguments",
+    "State": "takes no arguments",
+    "Rounding": "an enum",
+    "Hosts": "an enum",
+    "Buffers": "an enum",
+    "Initial": "an enum",
+    "NonFinite": "an enum",
+    "OptimizerState": "an enum",
+    "NOTHING": "a constant",
+    "Telemetry.totals": "a field of its own, which begins empty",
+    "run_ranks.args": "whatever the body takes",
+    "ZeroRedundancyOptimizer.defaults": "the wrapped optimizer's; lr stands for them",
+    "PeriodicModelAverager.options": "each of them is there by name",
+    "HierarchicalModelAverager.options": "each of them is there by name",
+}
+
+
+def covered_in_a_job() -> dict[str, list[str]]:
+    return {name: list(sensible) for name, (_, sensible) in cases_in_a_job().items()}
+
+
+def test_every_public_argument_is_tried(pool: RankPool) -> None:
+    """All arguments of what the public modules hold are in a table, or left out with a reason."""
+    covered = {name: list(sensible) for name, (_, sensible) in PURE.items()}
+    covered |= pool.run(1, covered_in_a_job)[0]
+    missing = []
+    for module in (loosestep, loosestep.reducers, loosestep.schedules, loosestep.testing):
+        for name in module.__all__:
+            public = getattr(module, name)
+            if name in LEFT_OUT or not callable(public) or is_error(public):
+                continue
+            for argument in inspect.signature(public).parameters:
+                given = argument in covered.get(name, [])
+                if not given and f"{name}.{argument}" not in LEFT_OUT:
+                    missing.append(f"{name}.{argument}")
+    assert missing == []
+    for name in ("PeriodicModelAverager", "HierarchicalModelAverager"):
+        assert set(Options.__annotations__) <= set(covered[name])
+
+
+def is_error(public: object) -> bool:
+    return isinstance(public, type) and issubclass(public, BaseException)
 
 
 REFUSED: dict[str, tuple[Callable[[], object], list[str]]] = {
@@ -322,6 +473,9 @@ REFUSED: dict[str, tuple[Callable[[], object], list[str]]] = {
     "half a rank": (lambda: Topology({"w": [[0.5]]}), ["a rank of level 'w'", "0.5"]),  # type: ignore[list-item]
     "a rank below 0": (lambda: Topology({"w": [[-1, 0]]}), ["a rank of level 'w'", "-1"]),
     "a schedule's class": (lambda: Strategy(schedule=schedules.Schedule), ["schedule"]),  # type: ignore[arg-type]
+    "a file of no name": (lambda: JsonLines(""), ["path", "''", "run-0.jsonl"]),
+    "a file that is a number": (lambda: JsonLines(3), ["path", "got 3", "run-0.jsonl"]),  # type: ignore[arg-type]
+    "a folder of no name": (lambda: TensorBoard(""), ["log_dir", "''", "runs/first"]),
     "a sink's class": (lambda: Telemetry(sinks=[JsonLines]), ["sink", "JsonLines(path)"]),  # type: ignore[list-item]
 }
 

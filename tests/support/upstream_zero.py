@@ -84,3 +84,16 @@ def run(text: str, folder: Path) -> str:
         text=True,
         timeout=1000,
     ).stdout
+
+
+def passed_alone(said: str, count: int) -> bool:
+    """Say whether pytest's last line tells of ``count`` tests that passed, and of nothing else.
+
+    >>> passed_alone("39 passed, 2 deselected, 1 warning in 200.12s (0:03:20)", 39)
+    True
+    >>> passed_alone("39 passed, 2 deselected, 1 error in 200.12s (0:03:20)", 39)
+    False
+    """
+    last = (said.strip().splitlines() or [""])[-1].strip("= ")
+    aside = r"(, \d+ (deselected|warnings?))*"
+    return bool(re.fullmatch(rf"{count} passed{aside} in [\d.]+s( \([\d:]+\))?", last))

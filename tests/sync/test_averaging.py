@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from loosestep import PeriodicModelAverager, Topology, average_
 from loosestep.comm.group import peers_of, world_group
 from loosestep.comm.reducers import mean_into
-from loosestep.reducers import Cast, Mean, Native
+from loosestep.reducers import Cast, Int8, Mean, Native, Reducer, Resident
 from loosestep.sync.averager import Averager
 from loosestep.sync.connected import ConnectedTopology
 from loosestep.testing import RankPool, RecordingReducer
@@ -286,18 +286,20 @@ def test_tied_storage_is_averaged_once(pool: RankPool) -> None:
     assert pool.run(2, ties) == [(True, 0.5), (True, 0.5)]
 
 
-def shared_in_part(overlap_steps: int = 0) -> list[float]:
+def shared_in_part(overlap_steps: int = 0, reducer: Reducer | None = None) -> list[float]:
     shared = torch.nn.Parameter(torch.arange(12.0) * (dist.get_rank() + 1))
     flat = shared.detach()
     named = [torch.nn.Parameter(part) for part in (flat[4:7], flat[2:10].view(2, 4), flat[8:])]
-    averager = PeriodicModelAverager(2, overlap_steps=overlap_steps)
+    averager = PeriodicModelAverager(2, overlap_steps=overlap_steps, reducer=reducer)
     for parameter in named:
         parameter.grad = torch.zeros_like(parameter)
     for _ in range(2):
         averager.average_parameters(named)
     averager.finalize(named)
-    assert [p.data_ptr() - flat.data_ptr() for p in named] == [16, 8, 32]
-    return flat.tolist()
+    assert [p.data_ptr() - named[1].data_ptr() for p in named] == [8, 0, 24]
+    if reducer is None or not reducer.resident:  # else they live elsewhere, together
+        assert named[1].data_ptr() == flat[2:].data_ptr()
+    return [*flat[:2].tolist(), *named[1].flatten().tolist(), *named[2][2:].tolist()]
 
 
 @pytest.mark.fast
@@ -307,6 +309,18 @@ def test_the_union_of_what_overlaps_is_averaged(pool: RankPool, overlap_steps: i
     for rank, values in enumerate(pool.run(2, shared_in_part, overlap_steps)):
         # The mean of 1 and 2 times a value, but for the first two, which no tensor has.
         assert values == [0.0, rank + 1.0, *(1.5 * i for i in range(2, 12))]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("reducer", [Resident(), Int8()], ids=str)
+def test_so_it_is_by_other_reducers(pool: RankPool, reducer: Reducer) -> None:
+    """In shared memory to the bit, and in few bits as near as those let it, on all ranks alike."""
+    first, second = pool.run(2, shared_in_part, 0, reducer)
+    assert first[2:] == second[2:]
+    for rank, values in enumerate((first, second)):
+        close = 0.2 if reducer.lossy else 0.0
+        expected = [0.0, rank + 1.0, *(1.5 * i for i in range(2, 12))]
+        assert values == pytest.approx(expected, rel=0, abs=close)
 
 
 def overlap_that_cannot_be_cut(kind: str) -> str:

@@ -56,15 +56,15 @@ def make_adapter(
     reducer = strategy.gradient_reducer
     if isinstance(model, DistributedDataParallel):
         if reducer is None:
-            return DDPAdapter(model, WholeBuckets(sharing))
+            return DDPAdapter(model, sharing, WholeBuckets(sharing))
         check_complex(reducer, model.parameters())
         check_no_rooms(reducer)
-        return DDPAdapter(model, ReducedBuckets(sharing, reducer))
+        return DDPAdapter(model, sharing, ReducedBuckets(sharing, reducer))
 
     def find() -> list[Parameter]:
         return [(name, p) for name, p in model.named_parameters() if not is_dtensor(p)]
 
-    whole, meet = find(), _meeting(sharing, strategy)
+    meet = _meeting(sharing, strategy)
     if any(is_fsdp(part) for part in model.modules()):
         if reducer is not None:
             raise NotAttachable(
@@ -72,8 +72,8 @@ def make_adapter(
                 "gradient_reducer away, or wrap the model with DDP"
             )
         fsdp = FSDPAdapter(model, sharing, _levels_beyond_mesh(model, topology, strategy.schedule))
-        return Together([fsdp, PlainAdapter(find, sharing, meet)]) if whole else fsdp
-    if len(whole) < len(list(model.parameters())) and strategy.schedule.gradient_levels():
+        return Together([fsdp, PlainAdapter(find, sharing, meet)])  # others may come later
+    if len(find()) < len(list(model.parameters())) and strategy.schedule.gradient_levels():
         raise NotAttachable(
             "gradients of DTensors are shared for FSDP2 modules only; wrap the model with "
             "fully_shard, or let gradients stay local with gradients=None"
@@ -115,7 +115,7 @@ def _sharded(
     owners = ToOwners(replica.zero, sharing, ShardGradients(replica.zero), replica.across, weights)
     adapter: Adapter
     if isinstance(model, DistributedDataParallel):
-        adapter = DDPAdapter(model, ShardedDDP(model, owners))
+        adapter = DDPAdapter(model, sharing, ShardedDDP(model, owners))
     else:
         carrier = ShardedBuckets(owners, BUCKETS_UNDER_WAY[_stage(strategy) or 2])
         meet = _meeting(sharing, strategy)

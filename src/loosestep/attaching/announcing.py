@@ -117,22 +117,21 @@ def _saves_nothing(strategy: Strategy, topology: Topology) -> str:
     if not averaged or len(topology.ranks) == 1 or strategy.sharding is not None:
         return ""
     sharing = {level for _, level in _phases(schedule)}
-    everyone = {topology.members(level) for level in averaged}
-    if None in sharing or any(topology.members(str(level)) not in everyone for level in sharing):
+    if None in sharing:
         return ""
-    if len(everyone) > 1:
-        return ""
-    levels = " and ".join(repr(level) for level in sorted(map(str, sharing)))
+    averaging = [set(group) for level in averaged for group in topology.levels[level]]
+    for level in map(str, sharing):
+        if not all(
+            any(group <= set(wide) for wide in topology.levels[level]) for group in averaging
+        ):
+            return ""
+    shared, means = (" and ".join(map(repr, sorted(map(str, n)))) for n in (sharing, averaged))
     return (
-        f"nothing is saved by this strategy: gradients are shared at every step over {levels}, "
-        f"which has the same ranks ({_listed(topology.ranks)}) as the averages, so replicas never "
-        "differ and averaging them is extra traffic. Give gradients=None for local steps, a "
-        "topology with several hosts, or use ddp()"
+        f"nothing is saved by this strategy: gradients are shared at every step over {shared}, "
+        f"which has all ranks that average parameters with each other (over {means}), so their "
+        "replicas never differ and averaging them is extra traffic. Give gradients=None for local "
+        "steps or a narrower level, a topology with several hosts, or use ddp()"
     )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 2 else " and ".join(map(str, ranks))
 
 
 def _size(num_bytes: float) -> str:

@@ -23,13 +23,12 @@ from loosestep.attaching.adapters import check_sharded, make_adapter
 from loosestep.attaching.announcing import announce
 from loosestep.attaching.fitting import check_fits, check_levels, check_scaler, choose_scaler
 from loosestep.comm.group import require_process_group
-from loosestep.comm.peers import Peers, Phase
+from loosestep.comm.peers import Peers
 from loosestep.comm.reducers import NonFinite
 from loosestep.comm.tensors import Tensors, named_tensors
 from loosestep.errors import (
     LoosestepWarning,
     NotAttachable,
-    RankMismatch,
     check_instance,
     check_seconds,
     choose,
@@ -47,6 +46,7 @@ from loosestep.strategy.strategy import Strategy
 from loosestep.strategy.topology import Topology
 from loosestep.sync.connected import ConnectedTopology, resolve
 from loosestep.sync.engine import Engine, Settings
+from loosestep.sync.owners import check_whose, owner
 from loosestep.sync.parts import unwrap_compiled
 from loosestep.sync.replica import Replica, ShardedReplica, replica_of
 from loosestep.telemetry import Telemetry
@@ -199,9 +199,10 @@ class Attached:
 
     @property
     def local_steps(self) -> int:
-        """How many finished steps are in this rank's replica only.
+        """How many finished steps of this optimizer are in this rank's replica only.
 
-        0: all replicas are equal, and one rank's checkpoint stands for all. Otherwise save inside
+        0: every such step is in all replicas, so unless something else has moved them (an edit, an
+        optimizer that is not attached) one rank's checkpoint stands for all. Otherwise save inside
         ``averaged()``, or one file a rank.
         """
         return self._engine.local_steps
@@ -225,8 +226,7 @@ class Attached:
         return {
             "version": VERSION,
             "clock": self.clock.state_dict(),
-            "rank": dist.get_rank(),
-            "num_ranks": dist.get_world_size(),
+            **owner(),
             "gradients": self._sharing.state_dict(),
             **self._engine.state_dict(),
         }
@@ -250,19 +250,9 @@ class Attached:
 
     def _check_whose(self, state_dict: Mapping[str, Any]) -> None:
         """Raise on all ranks where one of them loads what belongs to another rank's replica."""
-        mine = (dist.get_rank(), dist.get_world_size())
-        whose = (state_dict.get("rank", mine[0]), state_dict.get("num_ranks", mine[1]))
-        local_steps = state_dict.get("local_steps", 0)
-        peers = self.topology.peers(self.topology.widest).during(Phase("loading a checkpoint"))
-        told = peers.exchange_fixed(bytes([local_steps > 0 and whose != mine]))
-        strangers = [r for r, is_one in zip(peers.global_ranks, told, strict=True) if any(is_one)]
-        if strangers:
-            raise RankMismatch(
-                f"rank {mine[0]}: this state was taken on rank {whose[0]} of {whose[1]}, "
-                f"{local_steps} local steps after the last average, when every rank had parameters "
-                f"of its own, and ranks {strangers} of {mine[1]} load another rank's; save "
-                "one file a rank, or model and state inside `with run.averaged():`"
-            )
+        peers = self.topology.peers(self.topology.widest)
+        inside = "or model and state inside `with run.averaged():`"
+        check_whose(state_dict, state_dict.get("local_steps", 0), peers, inside)
 
     def metrics(self) -> dict[str, dict[str, Any]]:
         """Return bytes, seconds, syncs and drift since the start, by ``kind/level``."""

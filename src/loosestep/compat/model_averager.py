@@ -26,6 +26,7 @@ from loosestep.strategy.policies import Buffers
 from loosestep.strategy.schedules import check_overlap
 from loosestep.strategy.strategy import check_can_overlap
 from loosestep.sync.engine import Engine, Settings
+from loosestep.sync.owners import check_whose, owner
 from loosestep.sync.parts import unwrap_compiled
 from loosestep.sync.replica import Replica
 from loosestep.telemetry import Telemetry
@@ -44,6 +45,7 @@ class Options(TypedDict, total=False):
     on_nonfinite: NonFinite | str  # infinities and NaN: "raise" (default), "skip" or "pass"
 
 
+APART = "steps_apart"  # in a state: calls since replicas were equal last
 FIRST = "first"  # the level on which ranks compare what they have; nothing is averaged there
 
 
@@ -117,10 +119,16 @@ class ModelAverager(in_torch.ModelAverager):
         An average under way is waited for, and saved as what is still to be applied.
         """
         engine = self._engine.state_dict()
-        return {**engine, **self.clock.state_dict()}
+        return {**engine, **self.clock.state_dict(), **owner(), APART: self._steps_apart}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where ``state_dict`` was taken; an average that is under way is dropped."""
+        """Continue where ``state_dict`` was taken; an average that is under way is dropped.
+
+        All members load together: in mid-period each must load a state of its own.
+        """
+        if self._is_member:
+            after = "or model and state right after `finalize(params)`"
+            check_whose(state_dict, state_dict.get(APART, 0), self._peers(FIRST), after)
         self.clock.load_state_dict(state_dict)
         self._engine.load_state_dict(state_dict)
         self._follow_broadcast()
@@ -182,6 +190,12 @@ class ModelAverager(in_torch.ModelAverager):
     def _first_due(self) -> int:
         """The first call that averages: from then on replicas differ between averages."""
         return 0
+
+    @property
+    def _steps_apart(self) -> int:
+        """How many calls since the warm-up and the last average, as far as one knows."""
+        # A call is counted when it has averaged, so that one is in all replicas.
+        return max(0, min(self._engine.local_steps - 1, self.step - self._first_due))
 
     def _follow_broadcast(self, *, local: bool | None = None) -> None:
         """Stop DDP's broadcast of buffers once averaging has begun: they have a policy then."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from loosestep.comm.group import Group, peers_of, require_process_group, world_group
 from loosestep.comm.tensors import unique
+from loosestep.errors import check_instance
 from loosestep.sync.averager import Averager
 
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
@@ -25,11 +26,20 @@ def average_parameters(
     A rank outside the group returns at once and changes nothing.
     """
     require_process_group()
-    if process_group is not None and dist.get_rank(process_group) < 0:
-        return
+    if process_group is not None:
+        check_instance("process_group", process_group, dist.ProcessGroup, "a group or None")
+        if dist.get_rank(process_group) < 0:
+            return
+    given = list(params)
+    for parameter in given:
+        check_instance("a parameter", parameter, torch.Tensor, "a tensor")
     group = Group.of(world_group()).twin() if process_group is None else process_group
-    named = unique((f"parameter {i}", parameter) for i, parameter in enumerate(params))
+    named = unique((f"parameter {i}", parameter) for i, parameter in enumerate(given))
     Averager(peers_of(group)).average(named)
+
+
+class NoParameters(NotImplementedError, TypeError):
+    """What is no parameter was given as one; torch raises ``NotImplementedError`` here."""
 
 
 def get_params_to_average(params: Parameters) -> list[torch.nn.Parameter]:
@@ -41,12 +51,14 @@ def get_params_to_average(params: Parameters) -> list[torch.nn.Parameter]:
     found: list[torch.nn.Parameter] = []
     for item in params:
         if isinstance(item, dict):
+            if "params" not in item:
+                raise NoParameters(f"a group of parameters must have 'params', got {list(item)}")
             found += get_params_to_average(item["params"])
         elif isinstance(item, torch.nn.Parameter):
             if item.requires_grad:
                 found.append(item)
         else:
-            raise NotImplementedError(
+            raise NoParameters(
                 f"give parameters or an optimizer's param_groups, got {type(item).__name__}"
             )
     return found

@@ -76,10 +76,12 @@ _dispatchers: weakref.WeakKeyDictionary[DistributedDataParallel, Dispatcher] = (
 class DDPAdapter:
     """Connects a DDP module: its gradients, and its broadcast of buffers."""
 
-    def __init__(self, module: DistributedDataParallel, sharing: BucketSharing) -> None:
-        self._module, self._sharing = module, sharing
+    def __init__(
+        self, module: DistributedDataParallel, sharing: GradientSharing, buckets: BucketSharing
+    ) -> None:
+        self._module, self._sharing, self._buckets = module, sharing, buckets
         self._dispatcher = free_dispatcher(module)
-        self._dispatcher.sharing = sharing
+        self._dispatcher.sharing = buckets
         self._broadcasts = buffers_are_broadcast(module)
         self._at_attach = set(module.parameters())
 
@@ -93,6 +95,8 @@ class DDPAdapter:
 
     def before_step(self) -> None:
         """Refuse parameters that DDP does not know; it shares the others inside backward."""
+        if self._sharing.due.gradients is None:
+            return  # nobody's gradients were to be shared
         for name, parameter in self._module.named_parameters():
             if parameter.grad is not None and parameter not in self._at_attach:
                 raise RuntimeError(
@@ -103,7 +107,7 @@ class DDPAdapter:
 
     def close(self) -> None:
         """Turn the hook into the plain all-reduce: DDP keeps it for life."""
-        self._sharing.close()
+        self._buckets.close()
         self._dispatcher.sharing = None
         broadcast_buffers(self._module, self._broadcasts)
 

@@ -19,7 +19,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from loosestep.errors import NotFinite
-from loosestep.gradients.sharing import GradientSharing, check_dense
+from loosestep.gradients.sharing import GradientSharing, check_dense, mean_future
 
 Parameter = tuple[str, torch.nn.Parameter]  # with its name
 
@@ -216,7 +216,7 @@ class PlainAdapter:
             )
         level, shared, self._shared = self._sharing.due.gradients, self._shared, False
         # After a backward that shared, what is new is left to the next one, which asks all ranks.
-        if level is not None and self._enabled and not shared and self._without_bucket():
+        if level is not None and self._enabled and not shared and self._has_news(level):
             self._take_in(level)
 
     def close(self) -> None:
@@ -244,6 +244,15 @@ class PlainAdapter:
     def _without_bucket(self) -> list[Parameter]:
         """Return what was thawed or added to the module since the last look."""
         return [(n, p) for n, p in self._find() if p.requires_grad and p not in self._bucket_of]
+
+    def _has_news(self, level: str) -> bool:
+        """Say whether there are new parameters; while no bucket can tell, all ranks are asked."""
+        news, peers = bool(self._without_bucket()), self._sharing.peers(level)
+        if self._buckets or peers.size == 1:
+            return news
+        told = torch.tensor([float(news)], device=peers.device_for(torch.device("cpu")))
+        self._sharing.wait(mean_future(told, peers.group.process_group), peers)
+        return bool(told.item())
 
     def _take_in(self, level: str) -> None:
         """Make buckets for new parameters and share their gradients, on all ranks or on none."""

@@ -26,7 +26,8 @@ class JsonLines:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = open(os.fspath(path), "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
+        place = _checked("path", path, "run-0.jsonl")
+        self._file = open(place, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line."""
@@ -39,6 +40,19 @@ class JsonLines:
         self._file.close()
 
 
+def _checked(what: str, path: object, example: str) -> str:
+    """Return a path as text; raise for what is none. Whether it can be written, the system says."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{what} must be a path such as {example!r}, got {path!r}")
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ValueError(
+            f"{what} must be a path that is not empty and has no zero in it, got {path!r}; give "
+            f"for example {example!r}"
+        )
+    return text
+
+
 def _finite(value: Any) -> Any:
     # JSON has no infinity; most readers refuse the word.
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -48,13 +62,14 @@ class TensorBoard:
     """Scalars ``kind/level/quantity`` for TensorBoard (``pip install loosestep[tensorboard]``)."""
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        place = _checked("log_dir", log_dir, "runs/first")
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError(
                 "the TensorBoard sink needs tensorboard: pip install 'loosestep[tensorboard]'"
             ) from error
-        self._writer = SummaryWriter(os.fspath(log_dir))
+        self._writer = SummaryWriter(place)
 
     def write(self, record: dict[str, Any]) -> None:
         """Add one scalar for every number of the record."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from loosestep.comm.group import peers_of, world_group
 from loosestep.comm.peers import Phase
+from loosestep.comm.tensors import Named
 from loosestep.errors import NotFinite
 from loosestep.lab.trainer import checkpoint
 from loosestep.lab.trainer.checkpoint import Manifest, complete
@@ -23,11 +24,13 @@ from loosestep.sync.finite import batches, first_nonfinite
 
 Part = dict[str, Any]
 
+MEASURED = ("running_mean", "running_var")  # by BatchNorm and its kin
+
 
 def save(worker: Worker, run: Path) -> Path | None:
     """Write a checkpoint; all workers call it. Return its folder, on rank 0.
 
-    Nothing is written, and no older one goes, where parameters are not finite.
+    Nothing is written, and no older one goes, where the model is not finite.
     """
     check_finite(worker)
     folder = checkpoint.partial_folder(run, worker.step)
@@ -45,21 +48,25 @@ def save(worker: Worker, run: Path) -> Path | None:
 
 
 def check_finite(worker: Worker) -> None:
-    """Raise on all workers if parameters of one are not finite; all call it."""
-    mine = first_nonfinite(
-        batches(list(inner(worker.sharing.model).named_parameters())), encoded=False
-    )
+    """Raise on all workers if the model of one is not finite; all call it."""
+    mine = first_nonfinite(batches(_to_be_finite(inner(worker.sharing.model))), encoded=False)
     said = _exchanged(mine, "looking for what is not finite")
     bad = {rank: name for rank, name in enumerate(said) if name}
     if bad:
         told = ", ".join(f"{name!r} of worker {rank}" for rank, name in bad.items())
         raise NotFinite(
-            f"parameters must be finite, and after step {worker.step} there is an infinity or NaN "
+            f"a model must be finite, and after step {worker.step} there is an infinity or NaN "
             f"in {told}; this model is not saved: go on from an earlier checkpoint with a lower "
             "--lr, or with --clip",
             ranks=tuple(bad),
             tensor=next(iter(bad.values())),
         )
+
+
+def _to_be_finite(model: torch.nn.Module) -> list[Named]:
+    """Return parameters, and what layers measure to normalise by; a mask may hold infinities."""
+    measured = [(n, b) for n, b in model.named_buffers() if n.rpartition(".")[2] in MEASURED]
+    return [*model.named_parameters(), *measured]
 
 
 def _manifest(worker: Worker, hashes: list[str]) -> Manifest:
