@@ -213,7 +213,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(room)
     # The C++ library too: the sanitizer looks for it at the start, when torch is not yet loaded.
     preload = " ".join(path_of(name) for name in ("libasan.so", "libstdc++.so"))
-    names = "codecs shared_memory two_level compressed lending resident_gradients"
+    names = "codecs shared_memory two_level compressed shared_tensors resident_gradients"
     modules = [str(next((ROOT / "tests").rglob(f"test_{name}.py"))) for name in names.split()]
     quietly = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     done = subprocess.run(

@@ -262,3 +262,41 @@ def _split(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
         return
     for part in tensor.unbind(0):
         yield from _split(part, limit)
+
+
+def pack_bytes(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
+    """Copy tensors to the front of some bytes, one after the other.
+
+    >>> memory = torch.zeros(5, dtype=torch.uint8)
+    >>> pack_bytes([torch.tensor([1.0]), torch.tensor([True])], memory)
+    >>> memory.tolist()
+    [0, 0, 128, 63, 1]
+    """
+    start = 0
+    for tensor in tensors:
+        memory[start : start + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+        start += tensor.nbytes
+
+
+def unpack_bytes(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy back to contiguous tensors what ``pack_bytes`` has put one after the other."""
+    start = 0
+    for tensor in tensors:
+        tensor.view(-1).view(torch.uint8).copy_(memory[start : start + tensor.nbytes])
+        start += tensor.nbytes
+
+
+def gather_bytes(
+    memory: torch.Tensor, spans: Sequence[tuple[int, int]], out: torch.Tensor
+) -> torch.Tensor:
+    """Copy parts of some bytes, each a start and a length, to a contiguous tensor, in this order.
+
+    >>> memory = torch.arange(6, dtype=torch.uint8)
+    >>> gather_bytes(memory, [(4, 2), (1, 1)], torch.empty(3, dtype=torch.uint8)).tolist()
+    [4, 5, 1]
+    """
+    filled, target = 0, out.view(-1).view(torch.uint8)
+    for start, length in spans:
+        target[filled : filled + length].copy_(memory[start : start + length])
+        filled += length
+    return out

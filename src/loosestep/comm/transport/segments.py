@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 import torch
 
+from loosestep.comm.flat import pack_bytes
+
 SHARED_FOLDER = "/dev/shm"
 PAGE = mmap.PAGESIZE
 SIZE_BITS = 40  # of the number that tells file and size
@@ -94,7 +96,7 @@ class CopyPool:
         else:
             self._made += 1
             copy = Copy(Segment.create(capacity), self._made, capacity)
-        copy.fill(pieces)
+        pack_bytes(pieces, copy.memory)
         return copy
 
     def give(self, copy: Copy) -> None:
@@ -113,13 +115,6 @@ class Copy:
     def detail(self) -> int:
         """Which file it is and how large, in one number."""
         return (self.segment.fd << SIZE_BITS) | self.segment.size
-
-    def fill(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Copy pieces in, one after the other."""
-        at = 0
-        for piece in pieces:
-            self.memory[at : at + piece.nbytes].copy_(piece.reshape(-1).view(torch.uint8))
-            at += piece.nbytes
 
 
 def open_copy(opened: dict[int, torch.Tensor], key: int, pid: int, detail: int) -> torch.Tensor:

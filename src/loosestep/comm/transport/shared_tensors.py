@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from loosestep.comm.flat import gather_bytes, unpack_bytes
 from loosestep.comm.transport.segments import Copy, open_copy
 from loosestep.comm.transport.shared_memory import (
     DETAIL,
@@ -55,10 +56,7 @@ class SharedTensor:
             base = self._slot.told(member, PLACE)
             self.read_spans(member, [(base + at, length) for at, length in spans], [into])
             return
-        out, memory, filled = into.view(torch.uint8), self._copy_of(member), 0
-        for at, length in spans:
-            out[filled : filled + length].copy_(memory[at : at + length])
-            filled += length
+        gather_bytes(self._copy_of(member), spans, into)
 
     def read_spans(
         self, member: int, there: list[tuple[int, int]], into: Sequence[torch.Tensor]
@@ -71,10 +69,7 @@ class SharedTensor:
 
     def read_pieces(self, member: int, into: Sequence[torch.Tensor]) -> None:
         """Copy all pieces that a neighbour has shared as a copy, in their order."""
-        memory, at = self._copy_of(member), 0
-        for tensor in into:
-            tensor.view(torch.uint8).copy_(memory[at : at + tensor.nbytes])
-            at += tensor.nbytes
+        unpack_bytes(self._copy_of(member), into)
 
     def taken(self, member: int) -> None:
         """Tell a neighbour that this rank needs its tensor no more."""
