@@ -116,16 +116,14 @@ def _saves_nothing(strategy: Strategy, topology: Topology) -> str:
     averaged = schedule.parameter_levels()
     if not averaged or len(topology.ranks) == 1 or strategy.sharding is not None:
         return ""
-    sharing = {level for _, level in _phases(schedule)}
-    if None in sharing:
-        return ""
     averaging = [set(group) for level in averaged for group in topology.levels[level]]
-    for level in map(str, sharing):
-        if not all(
-            any(group <= set(wide) for wide in topology.levels[level]) for group in averaging
-        ):
+    sharing: set[str] = set()
+    for _, level in _phases(schedule):  # as a rule the first one tells, and no other is looked at
+        wide = () if level is None else topology.levels[level]
+        if not all(any(group <= set(ranks) for ranks in wide) for group in averaging):
             return ""
-    shared, means = (" and ".join(map(repr, sorted(map(str, n)))) for n in (sharing, averaged))
+        sharing.add(str(level))
+    shared, means = (" and ".join(map(repr, sorted(n))) for n in (sharing, averaged))
     return (
         f"nothing is saved by this strategy: gradients are shared at every step over {shared}, "
         f"which has all ranks that average parameters with each other (over {means}), so their "

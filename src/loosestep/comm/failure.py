@@ -45,6 +45,7 @@ _LAST_WORDS = FIRST_TAG - 3
 
 # How much later than this rank another one that lives may give up; errors come so much later.
 GRACE_SECONDS = 0.5
+SLOW_SECONDS = 5.0  # the same where several ranks say nothing: one is lost, others are only slow
 POLL_SECONDS = 0.01
 STORE_SECONDS = 1.0  # how long the store may take to say who came
 _SAYING = timedelta(milliseconds=50)
@@ -111,7 +112,8 @@ class Notes:
         # Only a host that was stopped may have to wait for the note of the only other rank.
         if len(others) == 1 and self.store.host != self.me:
             return others
-        found = self.store.ask(3 * GRACE_SECONDS, lambda store: self._find(store, missed)) or ()
+        patience = 3 * GRACE_SECONDS + (0.0 if given_up is None else SLOW_SECONDS)
+        found = self.store.ask(patience, lambda store: self._find(store, missed)) or ()
         if given_up is None and len(found) != 1:
             found = self._find_without_store(missed)
         return found or (others if missed is None else (missed,))
@@ -147,6 +149,9 @@ class Notes:
             return self._poll(store, rank, now + 2 * GRACE_SECONDS, bool)
 
         found = self._follow(wait_for, missed) or self._take_stock(wait_for_name)
+        while len(found) > 1 and time.monotonic() <= now + SLOW_SECONDS:
+            time.sleep(POLL_SECONDS)
+            found = self._take_stock(lambda rank: self._read(store, rank))
         if len(found) == 1:
             self._write(store, found[0])
         return found
