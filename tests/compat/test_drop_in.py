@@ -19,6 +19,7 @@ from loosestep import (
     PostLocalSGDState,
     post_localSGD_hook,
 )
+from loosestep.compat.parameters import average_parameters
 from loosestep.testing import RankPool
 from tests.support.oracle import (
     average,
@@ -181,3 +182,15 @@ def idle_call() -> tuple[bool, int]:
 def test_a_call_that_is_not_due_does_not_look(pool: RankPool) -> None:
     """After the first call, parameters are touched only at steps that are due."""
     assert pool.run(2, idle_call) == [(True, 2)] * 2
+
+
+def averaged_in_the_first_rank_only() -> float:
+    group = dist.new_group([0])  # on others torch's mark for "not in it"
+    parameter = torch.nn.Parameter(torch.full((2,), float(dist.get_rank())))
+    average_parameters(iter([parameter]), group)
+    return float(parameter.detach()[1])
+
+
+def test_a_rank_outside_the_group_changes_nothing(pool: RankPool) -> None:
+    """Also where its process group is what ``new_group`` gives to those that are not in it."""
+    assert pool.run(2, averaged_in_the_first_rank_only) == [0.0, 1.0]

@@ -26,6 +26,9 @@ def average_parameters(
     A rank outside the group returns at once and changes nothing.
     """
     require_process_group()
+    given_group: object = process_group
+    if given_group is dist.GroupMember.NON_GROUP_MEMBER:  # what torch hands out there
+        return
     if process_group is not None:
         check_instance("process_group", process_group, dist.ProcessGroup, "a group or None")
         if dist.get_rank(process_group) < 0:
