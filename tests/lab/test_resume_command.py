@@ -44,7 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_goes_on_from_an_average_that_was_on_its_way(whole: Path, tmp_path: Path):
     start = whole / f"checkpoints/step-{IN_FLIGHT:08d}"
     state = read_part(start, checkpoint.read_manifest(start), 0)
-    assert state["sharing"]["flight"]["step"] == 48
+    assert state["sharing"]["flights"]["0"]["step"] == 48
     done = call("train", "--resume", start, "--out", tmp_path / "again")
     assert (done.code, done.err) == (0, "")
     for rank in (0, 1):

@@ -37,7 +37,8 @@ from loosestep.comm.peers import Peers
 from loosestep.comm.reducers import Handle, Place
 from loosestep.reducers import Mean, TwoLevel
 from loosestep.schedules import Due, Schedule, after, every, levels
-from loosestep.sync.overlap import Copies, add_, differ_
+from loosestep.sync.flight import Copies
+from loosestep.sync.overlap import add_, differ_
 from loosestep.testing import RankPool, run_ranks
 from tests.support.oracle import (
     Net,
@@ -266,7 +267,7 @@ def attached_again(optimizer_state: str) -> bool:
         state = saved(
             {"net": net.state_dict(), "opt": optimizer.state_dict(), "run": run.state_dict()}
         )
-        assert state["run"]["flight"]["step"] == 4
+        assert state["run"]["flights"]["0"]["step"] == 4
         go(net, optimizer, 5, STEPS)
         whole = snapshot(net)
         go(net, optimizer, STEPS, 13)  # one is under way now, launched at 12
@@ -289,7 +290,7 @@ def half_a_checkpoint() -> str:
     with attach(net, optimizer, local(2, 2)) as run:
         go(net, optimizer, 0, 3)
         state = run.state_dict()
-        state["flight"]["differences"] = {}
+        state["flights"]["0"]["differences"] = {}
         try:
             run.load_state_dict(state)
         except ValueError as error:

@@ -137,8 +137,8 @@ class ModelAverager(in_torch.ModelAverager):
         """Return what must survive a restart beside the steps, and nothing where there is none."""
         state = self._engine.state_dict()
         kept = {"kept": state["kept"]}
-        if state["flight"]["step"] >= 0:
-            kept["flight"] = state["flight"]
+        if state["flights"]["num_flights"]:
+            kept["flights"] = state["flights"]
         return {name: part for name, part in kept.items() if part}
 
     def load_kept_state(self, state_dict: Mapping[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """The engine that averages what takes part, when it is due: at once, or beside training.
 
     follow    a step is finished: land what is due to land, then sync the level that is due
-    launch    copy what takes part and let its mean travel (see ``overlap``)
-    land      wait for that mean and add what it differs by
+    sync      agree, launch, commit; or copy what takes part, and let that travel (see ``overlap``)
+    commit    wait for the mean, which is written back in place, and only then believe it
+    land      wait for a mean under way and add what it differs by
     finalize  average once more at the end, over the widest level
 
 ``attach`` and the drop-in averagers are two doors to it. They say what takes part (a replica), who
@@ -33,7 +34,7 @@ from loosestep.sync.bound import Binder
 from loosestep.sync.kept import Kept, load_into, state_of
 from loosestep.sync.overlap import Overlap
 from loosestep.sync.parts import Parts, split_floats
-from loosestep.sync.replica import Replica
+from loosestep.sync.replica import Average, Replica
 from loosestep.telemetry import Telemetry
 
 
@@ -113,7 +114,7 @@ class Engine:
 
     def lands(self, step: int) -> bool:
         """Say whether an average under way is to be applied after ``step`` steps."""
-        return self._overlap.due(step)
+        return self._overlap.is_due(step)
 
     def follow(self, level: str | None, step: int, *, local: bool = True) -> None:
         """Average over ``level``, which is due now that ``step`` steps are finished.
@@ -123,59 +124,53 @@ class Engine:
         self._last_step = step
         if not local and self._common_step == step - 1:
             self._common_step = step
-        if self._overlap.flight is not None and (level is not None or self.lands(step)):
-            self.land()  # the one under way comes first, however close the next one is
-        if level is None:
+        # What is under way comes first, however close the next one is.
+        while self.lands(step) or (level is not None and self._overlap.is_full):
+            self.land()
+        if level is not None:
+            self.sync(level, step)
+
+    def sync(self, level: str, step: int) -> None:
+        """Average what takes part over ``level``: now, or beside training from now on."""
+        began, averager = time.perf_counter(), self.averager(level)
+        parts = self.replica.parts(averager.peers)
+        if self._overlap.steps:  # the ranks agree there too
+            self._overlap.launch(averager, parts, step, level)
             return
-        if not self._overlap.steps:
-            self._sync(level, step)
-            return
-        averager = self.averager(level)
-        self._overlap.launch(averager, self.replica.parts(averager.peers), step, level)
+        agreed = averager.agree(parts, Progress(step))
+        average = self.replica.launch(agreed, averager, self.averager)
+        self.commit(average, averager, level, began, equal=not self._settings.reducer.leaves_apart)
+
+    def commit(
+        self, average: Average, averager: Averager, name: str, began: float, *, equal: bool
+    ) -> None:
+        """Let the mean come, and only then believe it.
+
+        ``name`` is what telemetry calls it; ``equal``: all replicas are, afterwards.
+        """
+        traffic = average.wait()  # PeerLost: what reducers remember is as it was before
+        average.commit()  # residuals become valid with what they belong to
+        self._telemetry.synced(self._clock.step, name, began, traffic)
+        self.replica.forget_state()
+        widest = self.averager(self.widest).peers.global_ranks
+        self._synced_step = -1
+        if averager.peers.global_ranks == widest and equal:
+            self._synced_step, self._common_step = self._last_step, self._clock.step
 
     def land(self) -> None:
-        """Wait for what is under way, if anything is, and apply it."""
+        """Wait for the first average under way, if any is, and apply it."""
+        if not self._overlap.flights:
+            return
         flight = self._overlap.land(self.replica.by_name)
-        if flight is not None:
-            seconds = {"seconds": flight.seconds, "seconds_waited": flight.seconds_waited}
-            self._telemetry.averaged(flight.step, flight.level, flight.traffic, **seconds)
-            self.replica.forget_state()
-            if flight.level == self.widest:
-                self._common_step = max(self._common_step, flight.step)
+        seconds = {"seconds": flight.seconds, "seconds_waited": flight.seconds_waited}
+        self._telemetry.averaged(flight.step, flight.level, flight.traffic, **seconds)
+        self.replica.forget_state()
+        if flight.level == self.widest:
+            self._common_step = max(self._common_step, flight.step)
 
     def arrive(self) -> None:
         """Wait for what is under way, if anything is; it is applied when it is due."""
         self._overlap.finish()
-
-    def _sync(self, level: str, step: int, *, last: bool = False, name: str | None = None) -> bool:
-        """Average over ``level``; return whether all its ranks have come to their end.
-
-        ``name`` is what telemetry calls it, by default the level.
-        """
-        began, averager = time.perf_counter(), self.averager(level)
-        parts = self.replica.parts(averager.peers)
-        progress = Progress(step, final=last and self._schedule is not None)
-        # More than steps changes replicas: other optimizers, a forward (BatchNorm), the user. So
-        # where no step was taken since the last sync, ranks compare what they hold now.
-        if last and self._synced_step == self._last_step >= 0:
-            progress = Progress(step, progress.final, clean=fingerprint(parts.everything))
-        agreed = averager.agree(parts, progress)
-        done = last and (self._schedule is None or all(header.final for header in agreed.headers))
-        if done and (level != self.widest or all_clean(agreed.headers)):
-            return True  # the widest level will average all of it anyway, or has done so
-        apart = self._settings.reducer.leaves_apart  # after a sync, by what could not be sent
-        if done and apart:  # the last word is exact
-            exact = Progress(step, final=progress.final)
-            traffic = self._exact().average_parts(self.replica.parts(averager.peers), exact)
-        else:
-            traffic = self.replica.average(agreed, averager, self.averager)
-        self._telemetry.synced(self._clock.step, name or level, began, traffic)
-        self.replica.forget_state()
-        widest = self.averager(self.widest).peers.global_ranks
-        self._synced_step = -1
-        if averager.peers.global_ranks == widest and (done or not apart):
-            self._synced_step, self._common_step = self._last_step, self._clock.step
-        return done
 
     # What happens at the end, and aside.
 
@@ -184,18 +179,45 @@ class Engine:
 
         ``last_step`` is the number by which the last step was, or would have been, followed.
         """
-        self.land()
+        while self._overlap.flights:
+            self.land()
         self._last_step, step = last_step, self._clock.step
         if self._schedule is not None:
             comes_again = next_sync(self._schedule, step, self.widest) is not None
             while (upcoming := next_sync(self._schedule, step)) is not None:
                 step, level = upcoming
-                done = self._sync(level, step, last=True)
+                done = self._answer(level, step)
                 if done and level == self.widest:
                     return
                 if done and not comes_again:
                     break
-        self._sync(self.widest, step, last=True, name=name)
+        self._answer(self.widest, step, name)
+
+    def _answer(self, level: str, step: int, name: str | None = None) -> bool:
+        """Average over ``level`` after the last step; return whether all its ranks are there.
+
+        With a schedule some may still train, and need this rank's parameters.
+        """
+        began, averager = time.perf_counter(), self.averager(level)
+        parts = self.replica.parts(averager.peers)
+        progress = Progress(step, final=self._schedule is not None)
+        # More than steps changes replicas: other optimizers, a forward (BatchNorm), the user. So
+        # where no step was taken since the last sync, ranks compare what they hold now.
+        if self._synced_step == self._last_step >= 0:
+            progress = Progress(step, progress.final, clean=fingerprint(parts.everything))
+        agreed = averager.agree(parts, progress)
+        done = self._schedule is None or all(header.final for header in agreed.headers)
+        if done and (level != self.widest or all_clean(agreed.headers)):
+            return True  # the widest level will average all of it anyway, or has done so
+        average: Average
+        if done and self._settings.reducer.leaves_apart:  # the last word is exact
+            exact, told = self._exact(), Progress(step, final=progress.final)
+            average = exact.start(exact.agree(self.replica.parts(averager.peers), told))
+        else:
+            average = self.replica.launch(agreed, averager, self.averager)
+        equal = done or not self._settings.reducer.leaves_apart
+        self.commit(average, averager, name or level, began, equal=equal)
+        return done
 
     def average_also(self, named: Sequence[Named]) -> None:
         """Average what is no part of the replica over the widest level; all ranks call it.
@@ -240,7 +262,9 @@ class Engine:
             return
         averager = self.averager(self.widest)
         agreed = averager.agree(weights, progress)
-        self.replica.average(agreed, averager, self.averager, stateful=False)
+        average = self.replica.launch(agreed, averager, self.averager, stateful=False)
+        average.wait()
+        average.commit()
 
     # State.
 
@@ -251,7 +275,7 @@ class Engine:
         """
         overlap = Overlap(0) if self._inside_averaged else self._overlap
         return {
-            "flight": overlap.state_dict(),  # first: what is under way changes the rest
+            "flights": overlap.state_dict(),  # first: what is under way changes the rest
             "kept": state_of(self._kept),
             "local_steps": self.local_steps,
             "synced_step": self._synced_step,
@@ -262,7 +286,7 @@ class Engine:
 
         The clock must have been loaded before.
         """
-        self._overlap.load_state_dict(state_dict.get("flight", {}))
+        self._overlap.load_state_dict(state_dict.get("flights", {}))
         load_into(self._kept, state_dict.get("kept", {}))
         self._synced_step = state_dict.get("synced_step", -1)
         self._common_step = self._clock.step - state_dict.get("local_steps", 0)

@@ -23,12 +23,23 @@ from loosestep.strategy.topology import Topology
 from loosestep.sync.averager import Agreed, Averager
 from loosestep.sync.connected import ConnectedTopology
 from loosestep.sync.parts import Parts, buffers_of, optimizer_state_of, split_floats
+from loosestep.sync.pipeline import Averaging
 from loosestep.telemetry.traffic import Traffic
 
 if TYPE_CHECKING:
     from loosestep.sharding.optimizer import ZeroRedundancyOptimizer
 
 State = tuple[list[Named], list[Named]]  # tensors of an optimizer that have a mean, and counters
+
+
+class Average(Protocol):
+    """An average under way."""
+
+    def wait(self) -> Traffic:
+        """Let the mean come, and write it back."""
+
+    def commit(self) -> None:
+        """Let reducers keep what they have learnt; not called where something went wrong."""
 
 
 class AveragerOf(Protocol):
@@ -86,11 +97,11 @@ class Replica:
         shaped, steps = self._state(peers)
         return replace(parts, means=[*parts.means, *shaped], largest=[*parts.largest, *steps])
 
-    def average(
+    def launch(
         self, agreed: Agreed, averager: Averager, averager_of: AveragerOf, *, stateful: bool = True
-    ) -> Traffic:
-        """Average what was agreed, which holds the optimizer's state if that takes part."""
-        return averager.start(agreed).finish()
+    ) -> Average:
+        """Start to average what was agreed, the optimizer's state too if that takes part."""
+        return averager.start(agreed)
 
     def prepare(self, averager: Averager, averager_of: AveragerOf, *, common: bool) -> None:
         """Make what averages of a level need; ``common``: all replicas are equal."""
@@ -236,27 +247,27 @@ class ShardedReplica(Replica):
         """
         return self.weights()
 
-    def average(
+    def launch(
         self, agreed: Agreed, averager: Averager, averager_of: AveragerOf, *, stateful: bool = True
-    ) -> Traffic:
-        """Average buffers over the level, shards with those that own the same; then gather."""
+    ) -> Average:
+        """Start to average buffers over the level; shards follow, and are gathered at the end."""
         names = {name for name, _ in self._parameters()}
-        rest = agreed.only(lambda name: name not in names)
-        traffic = averager.start(rest).finish()
-        peers = self.across(averager.peers.level)
-        if peers.size == 1:
-            return traffic
-        if shards := self._shards():  # a rank may own nothing, and then so do its peers
+        rest = averager.start(agreed.only(lambda name: name not in names))
+
+        def shards() -> Averaging | None:
+            peers = self.across(averager.peers.level)
+            named = self._shards()
+            if peers.size == 1 or not named:  # a rank may own nothing, and then so do its peers
+                return None
             across, me = self._across(peers, averager.peers.level, averager_of), peers.global_ranks
             shaped, steps = self._state(across.peers) if stateful else ([], [])
             # A group that holds an infinity somewhere is skipped in all shards, as in the rest.
             finite = me[peers.group_rank] not in agreed.skipped
             progress = Progress(agreed.step, finite=finite)
-            traffic.add(across.average_parts(Parts([*shards, *shaped], steps), progress))
-        stepped = [p for p in self.zero.parameters if p.requires_grad]
-        self.zero.wire.start_gather(stepped).wait()
-        traffic.add(self.zero.wire.take_moved())
-        return traffic
+            return across.start(across.agree(Parts([*named, *shaped], steps), progress))
+
+        alone = self.across(averager.peers.level).size == 1
+        return _InShards(rest, shards, None if alone else self.zero)
 
     def prepare(self, averager: Averager, averager_of: AveragerOf, *, common: bool) -> None:
         """Make what averages of buffers and of shards need."""
@@ -293,6 +304,35 @@ class ShardedReplica(Replica):
                     f"narrower than the optimizer's group (ranks {sorted(group)}), whose ranks all "
                     "need the gradients of what they own; share them on a level that holds it"
                 )
+
+
+class _InShards:
+    """An average of buffers over a level, and then of shards, which are gathered at the end."""
+
+    def __init__(
+        self,
+        rest: Averaging,
+        shards: Callable[[], Averaging | None],
+        zero: ZeroRedundancyOptimizer | None,
+    ) -> None:
+        self._averages, self._shards, self._zero = [rest], shards, zero
+
+    def wait(self) -> Traffic:
+        """Let all of it come, one after the other."""
+        traffic = self._averages[0].wait()
+        if (shards := self._shards()) is not None:
+            self._averages.append(shards)
+            traffic.add(shards.wait())
+        if self._zero is not None:
+            stepped = [p for p in self._zero.parameters if p.requires_grad]
+            self._zero.wire.start_gather(stepped).wait()
+            traffic.add(self._zero.wire.take_moved())
+        return traffic
+
+    def commit(self) -> None:
+        """Let reducers keep what they have learnt."""
+        for average in self._averages:
+            average.commit()
 
 
 def _level_of(zero: ZeroRedundancyOptimizer, topology: Topology) -> str:

@@ -1,0 +1,194 @@
+"""A flight: one average between its launch and its landing, and the thread that carries it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from loosestep.comm.flat import WINDOW_BYTES
+from loosestep.comm.peers import Peers
+from loosestep.comm.tensors import Named, each_once, memory
+from loosestep.errors import PeerLost
+from loosestep.sync.averager import Averager
+from loosestep.sync.parts import Parts
+from loosestep.sync.pipeline import Averaging
+from loosestep.telemetry.traffic import Traffic
+
+LINGER_SECONDS = 2.0  # for a mean that nobody wants any more, before its connections are cut
+ALONE_SECONDS = 600.0  # for one that needs nobody else
+
+
+@dataclass
+class Flight:
+    """A mean on its way, or one that has come and is not applied yet."""
+
+    step: int
+    level: str
+    differences: list[Named]  # mean - snapshot of this rank's memory, once it has come
+    traffic: Traffic = field(default_factory=Traffic)
+    seconds: float = 0.0  # from launch until it had come
+    seconds_waited: float = 0.0  # how long training stood still for it
+    peers: Peers | None = None  # with whom; None: it has come
+    room: Room = field(default_factory=lambda: Room())
+    travel: Callable[[], Averaging] | None = None  # leaves the mean in ``differences``
+    arrived: threading.Event = field(default_factory=threading.Event)
+    _average: Averaging | None = None
+    _errors: list[BaseException] = field(default_factory=list)
+    _launched: float = field(default_factory=time.perf_counter)
+
+    def carry(self) -> None:
+        """Take the mean; what goes wrong is raised by ``wait``, where somebody listens."""
+        travel, self.travel = self.travel, None
+        assert travel is not None, "carried once"
+        try:
+            self._average = travel()
+        except BaseException as error:
+            self._errors.append(error)
+        self.seconds = time.perf_counter() - self._launched
+        self.arrived.set()
+
+    def wait(self) -> None:
+        """Return when the mean has come, and believe it; raise what went wrong on the way."""
+        if self.peers is None:
+            return
+        began, limit = time.perf_counter(), self._limit()
+        self.arrived.wait(limit)
+        self.seconds_waited += time.perf_counter() - began
+        if self.flying:
+            raise PeerLost(
+                f"the average that was launched at step {self.step} on level {self.level!r} has "
+                f"not come within {limit:g} s. Parameters are as they were before it",
+                phase="waiting for an average under way",
+            )
+        self.peers = None
+        if self._errors:
+            raise self._errors.pop()
+        average, self._average = self._average, None
+        if average is not None:
+            average.commit()
+
+    @property
+    def flying(self) -> bool:
+        """Whether the thread has it still before it."""
+        return self.peers is not None and not self.arrived.is_set()
+
+    def abandon(self) -> None:
+        """Let it end soon, whatever becomes of it: its own time-outs end it in any case."""
+        if self.peers is not None and not self.arrived.wait(LINGER_SECONDS):
+            self.peers.give_up("an average under way was given up")
+            self.arrived.wait(LINGER_SECONDS)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is still to be applied, as copies."""
+        differences = {name: tensor.clone() for name, tensor in self.differences}
+        return {
+            "step": self.step,
+            "level": self.level,
+            "num_tensors": len(differences),
+            "differences": differences,
+        }
+
+    @classmethod
+    def of(cls, state_dict: Mapping[str, Any]) -> Flight:
+        """Return one that has come, from what ``state_dict`` returned."""
+        differences = dict(state_dict["differences"])
+        if len(differences) != state_dict["num_tensors"]:
+            raise ValueError(
+                f"the checkpoint was taken with an average of {state_dict['num_tensors']} tensors "
+                f"under way and holds {len(differences)} of them; distributed checkpoints load "
+                "only what the new run has too: save state_dict() with torch.save, or after the "
+                "average has landed"
+            )
+        held = [(name, tensor.clone()) for name, tensor in differences.items()]
+        return cls(state_dict["step"], state_dict["level"], held)
+
+    def _limit(self) -> float:
+        """Return how long all waits on the way may take, should each just not time out."""
+        if self.peers is None or self.peers.size == 1:
+            return ALONE_SECONDS
+        num_bytes = sum(tensor.nbytes for _, tensor in self.differences)
+        num_windows = len(self.differences) + num_bytes // WINDOW_BYTES
+        return self.peers.seconds * (4 + num_windows)
+
+
+class Carrier:
+    """One thread that carries flights in the order in which they come; it ends with the last."""
+
+    def __init__(self) -> None:
+        self._lock, self._busy = threading.Lock(), False
+        self._waiting: deque[Flight] = deque()
+
+    def add(self, flight: Flight) -> None:
+        """Carry a flight after those that were added before."""
+        with self._lock:
+            self._waiting.append(flight)
+            if self._busy:
+                return
+            self._busy = True
+        threading.Thread(target=self._run, name="loosestep overlap", daemon=True).start()
+
+    def forget(self) -> None:
+        """Leave those that have not begun."""
+        with self._lock:
+            for flight in self._waiting:
+                flight.arrived.set()
+            self._waiting.clear()
+
+    def _run(self) -> None:
+        while (flight := self._next()) is not None:
+            flight.carry()
+
+    def _next(self) -> Flight | None:
+        with self._lock:
+            self._busy = bool(self._waiting)
+            return self._waiting.popleft() if self._waiting else None
+
+
+class Room:
+    """Memory for what one flight has beside the model."""
+
+    def __init__(self) -> None:
+        self.snapshots, self.means = Copies(), Copies()
+
+    @property
+    def nbytes(self) -> int:
+        """How much there is."""
+        return self.snapshots.nbytes + self.means.nbytes
+
+    def of(self, averager: Averager, parts: Parts) -> tuple[list[Named], list[Named]]:
+        """Return what this rank averages itself of the parts, and room for the means of all."""
+        named = each_once(parts.everything)
+        return averager.share(memory(named)), self.means.of(named)
+
+
+class Copies:
+    """Memory for copies of tensors, used again from one flight to the next."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """How much there is."""
+        return sum(tensor.nbytes for _, tensor in memory(list(self._held.items())))
+
+    def of(self, named: Sequence[Named]) -> list[Named]:
+        """Return tensors that are laid out as ``named`` are, with any content."""
+        held: dict[str, torch.Tensor] = {}
+        for name, tensor in named:
+            old = self._held.get(name)
+            fits = old is not None and _layout(old) == _layout(tensor)
+            held[name] = old if fits and old is not None else torch.empty_like(tensor.detach())
+        self._held = held
+        return list(held.items())
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    placements = getattr(tensor, "placements", None)  # of a DTensor
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride(), placements
