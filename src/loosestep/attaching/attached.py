@@ -335,15 +335,17 @@ class Attached:
     def _make_engine(self, replica: Replica, topology: ConnectedTopology) -> Engine:
         strategy = self.strategy
         averaging = strategy.schedule.parameter_levels() or {topology.widest}
+        levels = [level for level in topology.levels if level in averaging]
         settings = Settings(
             reducer=strategy.reducer,
             on_nonfinite=choose(NonFinite, strategy.on_nonfinite),
+            outer=strategy.outer_by_level(levels),
             overlap_steps=strategy.overlap_steps,
             agreements=lambda: (topology.describe(), strategy.describe()),
         )
         return Engine(
             replica,
-            [level for level in topology.levels if level in averaging],
+            levels,
             topology.peers,
             settings,
             self.clock,

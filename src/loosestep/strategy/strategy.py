@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loosestep.comm.reducers import (
@@ -14,6 +15,7 @@ from loosestep.comm.reducers import (
 )
 from loosestep.comm.reducers.reducer import check_policy, check_suits_parameters, policy_of
 from loosestep.errors import check_whole, choose
+from loosestep.strategy.outer import Outer, check_outer
 from loosestep.strategy.policies import Buffers, Initial, OptimizerState, Sharding
 from loosestep.strategy.schedules import Schedule, check_overlap, most_seldom
 from loosestep.strategy.topology import Topology, check_topology
@@ -36,6 +38,7 @@ class Strategy:
     initial: Initial | str = Initial.BROADCAST  # what if replicas differ at the start
     sharding: Sharding | None = None  # given: the optimizer must be sharded, and is kept so
     gradient_reducer: Reducer | None = None  # how gradients are; None: the backend's all-reduce
+    outer: Outer | Mapping[str, Outer] | None = None  # on the widest level, or by level
     overlap_steps: int = 0  # more: longer hidden behind training, applied later; 0: at once
     on_nonfinite: NonFinite | str = NonFinite.RAISE  # what if parameters hold infinities or NaN
 
@@ -57,7 +60,13 @@ class Strategy:
             raise TypeError(
                 f"sharding must be one such as Sharding(stage=2), got {self.sharding!r}"
             )
-        for part in (self.schedule, self.reducer, self.gradient_reducer):
+        check_outer(self.outer, self.schedule.parameter_levels())
+        if self.outer and self.reducer.leaves_apart:
+            raise ValueError(
+                f"{self.reducer} leaves in a replica what was not sent, and an outer optimizer "
+                "gives all replicas the same parameters; use ErrorFeedback(...) beside it"
+            )
+        for part in (self.schedule, self.reducer, self.gradient_reducer, self.outer):
             if re.search(r" at 0x[0-9a-f]+", repr(part)):
                 raise TypeError(
                     f"{type(part).__name__} needs a __repr__ that is equal on all ranks, since "
@@ -80,7 +89,14 @@ class Strategy:
         overlap = f" overlap_steps={self.overlap_steps}" if self.overlap_steps else ""
         named = " ".join(str(policy) for policy in policies)
         gradients = "" if self.gradient_reducer is None else f" by {self.gradient_reducer}"
-        return f"{self.schedule}{gradients} {self.reducer} {named}{overlap}"
+        outer = "" if not self.outer else f" outer={self.outer}"
+        return f"{self.schedule}{gradients} {self.reducer} {named}{overlap}{outer}"
+
+    def outer_by_level(self, levels: Sequence[str]) -> Mapping[str, Outer]:
+        """Return the outer optimizers of levels; one that is given alone is that of the widest."""
+        if self.outer is None or isinstance(self.outer, Mapping):
+            return self.outer or {}
+        return {levels[-1]: self.outer}
 
 
 def check_can_overlap(

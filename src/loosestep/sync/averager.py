@@ -143,6 +143,11 @@ class Averager:
         """Whether infinities and NaN are refused, in all but what always travels exactly."""
         return self._policy is NonFinite.RAISE
 
+    @property
+    def steps_outer(self) -> bool:
+        """Whether the mean goes through an outer optimizer before it is anybody's parameters."""
+        return self._kept.outer is not None
+
     def agree(self, parts: Parts, progress: Progress | None = None, *, look: bool = True) -> Agreed:
         """Compare what the ranks are about to average; all return or all raise.
 
@@ -216,18 +221,24 @@ class Averager:
         """
         if self._division is not None:
             self._check_hosts(agreed)
+        jobs = self._jobs(agreed)
 
         def afterwards() -> Traffic:
             traffic = Traffic()
             if hand_round:
                 traffic.add(self.hand_round(agreed.bound.parts, agreed.step))
+            if self._kept.outer is not None:
+                self._kept.outer.apply(compressible(agreed.bound.parts))
             if agreed.firsts is not None:
                 traffic.add(self.broadcast(agreed.firsts, agreed.skipped))
             return traffic
 
-        jobs, largest = self._jobs(agreed), (agreed.bound.counters, self.peers)
+        largest = (agreed.bound.counters, self.peers)
         sender, step = self._sender(jobs), agreed.step
-        return Averaging(jobs, sender, largest=largest, step=step, afterwards=afterwards)
+        moved = self._kept.outer is not None
+        return Averaging(
+            jobs, sender, largest=largest, step=step, afterwards=afterwards, moved=moved
+        )
 
     def average(
         self, named: Sequence[Named], counters: Sequence[Named] = (), *, step: int = 0
@@ -274,6 +285,8 @@ class Averager:
         jobs = self._jobs(Agreed(self._bind(Parts(list(named))), [], 0))
         if common and self._sends_differences:
             remember(self._kept.references, jobs)
+        if common and self._kept.outer is not None:
+            self._kept.outer.anchor(compressible(memory(named)))
 
     @torch.no_grad()
     def compare(self, named: Sequence[Named]) -> None:

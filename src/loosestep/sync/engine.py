@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,16 +24,17 @@ from loosestep.comm.agreement import Progress, all_clean
 from loosestep.comm.fingerprints import fingerprint
 from loosestep.comm.peers import Peers, Phase
 from loosestep.comm.reducers import NonFinite, Reducer
-from loosestep.comm.tensors import Named
+from loosestep.comm.tensors import Named, memory
 from loosestep.errors import RankMismatch
 from loosestep.strategy.clock import Clock
+from loosestep.strategy.outer import Outer
 from loosestep.strategy.policies import Initial
 from loosestep.strategy.schedules import Schedule, next_sync
 from loosestep.sync.averager import Averager
 from loosestep.sync.bound import Binder
 from loosestep.sync.kept import Kept, load_into, state_of
 from loosestep.sync.overlap import Overlap
-from loosestep.sync.parts import Parts, split_floats
+from loosestep.sync.parts import ACROSS, Parts, compressible, split_floats
 from loosestep.sync.replica import Average, Replica
 from loosestep.telemetry import Telemetry
 
@@ -44,6 +45,7 @@ class Settings:
 
     reducer: Reducer
     on_nonfinite: NonFinite = NonFinite.RAISE
+    outer: Mapping[str, Outer] = field(default_factory=dict)  # by level; none: the mean itself
     overlap_steps: int = 0  # from a launch to applying it; 0: a sync is done at once
     agreements: Callable[[], Sequence[str]]  # lines that ranks must have in common: a schedule, say
 
@@ -103,7 +105,9 @@ class Engine:
             averager.broadcast(self.replica.everything())
         elif initial is Initial.REFUSE:
             averager.compare(self.replica.everything())
-        if prepare and (self._settings.reducer.lossy or self._overlap.steps):
+        if prepare and (
+            self._settings.reducer.lossy or self._settings.outer or self._overlap.steps
+        ):
             common = initial is not Initial.IGNORE
             for name in self.levels:
                 self.replica.prepare(self.averager(name), self.averager, common=common)
@@ -140,6 +144,7 @@ class Engine:
         agreed = averager.agree(parts, Progress(step))
         average = self.replica.launch(agreed, averager, self.averager)
         self.commit(average, averager, level, began, equal=not self._settings.reducer.leaves_apart)
+        self._anchor_narrower(level, parts)
 
     def commit(
         self, average: Average, averager: Averager, name: str, began: float, *, equal: bool
@@ -156,6 +161,12 @@ class Engine:
         self._synced_step = -1
         if averager.peers.global_ranks == widest and equal:
             self._synced_step, self._common_step = self._last_step, self._clock.step
+
+    def _anchor_narrower(self, level: str, parts: Parts) -> None:
+        """Let outer optimizers of narrower levels go on from where a wider average has led."""
+        for narrow in self.levels[: self.levels.index(level)]:
+            if (outer := self._keep(narrow).outer) is not None:
+                outer.anchor(compressible(memory(parts.means)))
 
     def land(self) -> None:
         """Wait for the first average under way, if any is, and apply it."""
@@ -217,6 +228,7 @@ class Engine:
             average = self.replica.launch(agreed, averager, self.averager)
         equal = done or not self._settings.reducer.leaves_apart
         self.commit(average, averager, name or level, began, equal=equal)
+        self._anchor_narrower(level, parts)
         return done
 
     def average_also(self, named: Sequence[Named]) -> None:
@@ -254,10 +266,10 @@ class Engine:
     def _average_weights(self, progress: Progress) -> None:
         """Average over the widest level, without the optimizer's state.
 
-        A lossy reducer is left out of it: what it remembers belongs to training.
+        A lossy reducer and an outer optimizer are left out: what they remember belongs to training.
         """
         weights = self.replica.weights()
-        if self._settings.reducer.lossy:
+        if self._settings.reducer.lossy or self._settings.outer:
             self._exact().average_parts(weights, progress)
             return
         averager = self.averager(self.widest)
@@ -287,7 +299,7 @@ class Engine:
         The clock must have been loaded before.
         """
         self._overlap.load_state_dict(state_dict.get("flights", {}))
-        load_into(self._kept, state_dict.get("kept", {}))
+        load_into(self._kept, state_dict.get("kept", {}), self._keep)
         self._synced_step = state_dict.get("synced_step", -1)
         self._common_step = self._clock.step - state_dict.get("local_steps", 0)
 
@@ -312,11 +324,17 @@ class Engine:
                 self._peers(level) if peers is None else peers,
                 reducer=reducer or self._settings.reducer,
                 agreements=self._settings.agreements(),
-                kept=self._kept.setdefault(level, Kept()),
+                kept=self._keep(level),
                 on_nonfinite=self._settings.on_nonfinite,
                 binder=self._whole if peers is None else self._shards,
             )
         return self._averagers[level]
+
+    def _keep(self, name: str) -> Kept:
+        """Return what averages on a level keep; those of shards go by the level they cross."""
+        if name not in self._kept:
+            self._kept[name] = Kept(self._settings.outer.get(name.removeprefix(ACROSS)))
+        return self._kept[name]
 
     def _exact(self) -> Averager:
         """Return what averages on the widest level with an exact mean in place of the reducer."""

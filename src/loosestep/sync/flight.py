@@ -164,7 +164,9 @@ class Room:
     def of(self, averager: Averager, parts: Parts) -> tuple[list[Named], list[Named]]:
         """Return what this rank averages itself of the parts, and room for the means of all."""
         named = each_once(parts.everything)
-        return averager.share(memory(named)), self.means.of(named)
+        parts_here = memory(named)
+        mine = parts_here if averager.steps_outer else averager.share(parts_here)
+        return mine, self.means.of(named)
 
 
 class Copies:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from loosestep.comm.reducers import NOTHING, Reducer, State
+from loosestep.strategy.outer import Outer
+from loosestep.sync.outer import OuterState
 from loosestep.sync.references import References
 
 
 class Kept:
-    """References, where differences are sent, and what the reducer remembers.
+    """References, where differences are sent, what the reducer remembers, and the outer optimizer.
 
     Averagers come and go with their process groups; this stays, and is saved and loaded. What is
     loaded before the reducer has seen the tensors waits for that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, outer: Outer | None = None) -> None:
         self.references = References()
+        self.outer = None if outer is None else OuterState(outer)
         self._state: State | None = None
         self._loaded: dict[str, Any] = {}
 
@@ -29,7 +32,8 @@ class Kept:
     @property
     def nbytes(self) -> int:
         """How much memory all of it takes."""
-        return self.references.nbytes + self.state.nbytes
+        outer = 0 if self.outer is None else self.outer.nbytes
+        return self.references.nbytes + self.state.nbytes + outer
 
     def begin(self, state: State) -> None:
         """Take a reducer's first state, unless there is one already."""
@@ -39,15 +43,17 @@ class Kept:
 
     def describe(self, reducer: Reducer) -> str:
         """Return what of it must be equal on all ranks; empty: there is nothing."""
+        outer = "" if self.outer is None else self.outer.describe()
         if self._state is None:
-            return "what was loaded" if self._loaded else ""
-        return reducer.describe(self._state)
+            return "what was loaded" if self._loaded else outer
+        return " ".join(told for told in (reducer.describe(self._state), outer) if told)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what must survive a restart; empty: nothing."""
         references = self.references.state_dict() if self.references.nbytes else {}
         reducer = self._loaded if self._state is None else self._state.state_dict()
-        kept = {"references": references, "reducer": reducer}
+        outer = {} if self.outer is None else self.outer.state_dict()
+        kept = {"references": references, "reducer": reducer, "outer": outer}
         return {name: state for name, state in kept.items() if state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -55,6 +61,8 @@ class Kept:
         self.references.clear()
         if "references" in state_dict:
             self.references.load_state_dict(state_dict["references"])
+        if self.outer is not None:
+            self.outer.load_state_dict(state_dict.get("outer", {}))
         loaded = dict(state_dict.get("reducer", {}))
         if self._state is None:
             self._loaded = loaded
@@ -68,7 +76,9 @@ def state_of(kept: Mapping[str, Kept]) -> dict[str, Any]:
     return {level: state for level, state in states.items() if state}
 
 
-def load_into(kept: dict[str, Kept], state_dict: Mapping[str, Any]) -> None:
+def load_into(
+    kept: dict[str, Kept], state_dict: Mapping[str, Any], make: Callable[[str], Kept]
+) -> None:
     """Take back what ``state_of`` returned, in place: averagers hold what is kept."""
     for level in {*kept, *state_dict}:
-        kept.setdefault(level, Kept()).load_state_dict(state_dict.get(level, {}))
+        make(level).load_state_dict(state_dict.get(level, {}))

@@ -165,13 +165,15 @@ def _travel(
     thread does with a flight.
     """
     with _beside(means[0][1].device if means else torch.device("cpu")):
-        _copy_(averager.share(memory(means)), snapshots)
-        average = averager.start(averager.agree(copies, progress), hand_round=False)
+        copied = memory(means)
+        _copy_(copied if averager.steps_outer else averager.share(copied), snapshots)
+        whole = averager.steps_outer  # then all ranks of a host have all of the mean
+        average = averager.start(averager.agree(copies, progress), hand_round=whole)
         flight.traffic = average.wait()
         flight.differences = memory(means)  # again: a reducer may have moved them
         finite: list[tuple[torch.Tensor, torch.Tensor]] = []
         other: list[tuple[torch.Tensor, torch.Tensor]] = []
-        mine = averager.share(flight.differences)
+        mine = flight.differences if whole else averager.share(flight.differences)
         for (name, mean), (_, snapshot) in zip(mine, snapshots, strict=True):
             # What was found finite on the way is not looked at again.
             known = averager.only_finite and not always_exact(name)
@@ -179,7 +181,8 @@ def _travel(
         if finite:
             torch._foreach_sub_([mean for mean, _ in finite], [old for _, old in finite])
         differ_([mean for mean, _ in other], [old for _, old in other])
-        flight.traffic.add(averager.hand_round(flight.differences, flight.step))
+        if not whole:
+            flight.traffic.add(averager.hand_round(flight.differences, flight.step))
     return average
 
 

@@ -10,6 +10,7 @@ import torch
 from loosestep.comm.tensors import Named, unique
 
 STATE = "state "  # in front of the name of a parameter's state
+ACROSS = "across "  # in front of a level's name, where shards cross it
 BUFFER = "buffer "  # in front of a buffer's name; no attribute of a module has a space
 
 

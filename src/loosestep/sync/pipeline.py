@@ -50,6 +50,9 @@ class Sent:
             STAGING.give(self.buffer)
         return self.handle.traffic
 
+    def look_again(self) -> None:
+        """Learn what is in the window now, where that is remembered."""
+
     def commit(self) -> None:
         """Let the reducer's state have what was learnt."""
         self.handle.commit()
@@ -76,6 +79,9 @@ class SentTogether:
                 unpack(job.window, buffer)
                 STAGING.give(buffer)
         return self.handle.traffic
+
+    def look_again(self) -> None:
+        """Learn what is in the window now, where that is remembered."""
 
     def commit(self) -> None:
         """Let the reducer's state have what was learnt."""
@@ -176,8 +182,9 @@ class Averaging:
         largest: tuple[Sequence[Named], Peers] | None = None,
         step: int | None = None,
         afterwards: Callable[[], Traffic] = Traffic,
+        moved: bool = False,
     ) -> None:
-        self._afterwards = afterwards
+        self._afterwards, self._moved = afterwards, moved
         self._jobs = deque(jobs)
         self._depth = min((job.peers.depth for job in jobs), default=1)
         self._sender, self._largest, self._step = sender, largest, step
@@ -208,6 +215,9 @@ class Averaging:
         if self._largest is not None:
             self._take_largest(*self._largest)
         self.traffic.add(self._afterwards())
+        if self._moved:  # an outer optimizer leads elsewhere than to the mean
+            for sent in self._landed:
+                sent.look_again()
         return self.traffic
 
     def commit(self) -> None:

@@ -130,6 +130,10 @@ class _First(Sent):
         self._mean = pack(self.job.window, values)
         return traffic
 
+    def look_again(self) -> None:
+        """Take what is in the window now."""
+        pack(self.job.window, self._mean)
+
     def commit(self) -> None:
         """Take the mean for a reference from now on."""
         super().commit()
@@ -161,6 +165,10 @@ class _Difference(Sent):
             STAGING.give(left)
         STAGING.give(self.buffer)
         return _relative_to(moved, self.handle.traffic)
+
+    def look_again(self) -> None:
+        """Take what is in the window now."""
+        pack(self.job.window, self._moved)
 
     def commit(self) -> None:
         """Let the reference move too."""

@@ -22,7 +22,7 @@ from loosestep.strategy.strategy import Strategy
 from loosestep.strategy.topology import Topology
 from loosestep.sync.averager import Agreed, Averager
 from loosestep.sync.connected import ConnectedTopology
-from loosestep.sync.parts import Parts, buffers_of, optimizer_state_of, split_floats
+from loosestep.sync.parts import ACROSS, Parts, buffers_of, optimizer_state_of, split_floats
 from loosestep.sync.pipeline import Averaging
 from loosestep.telemetry.traffic import Traffic
 
@@ -284,7 +284,7 @@ class ShardedReplica(Replica):
         return {shards[p]: name for name, p in self._parameters() if p in shards}
 
     def _across(self, peers: Peers, level: str, averager_of: AveragerOf) -> Averager:
-        name = f"across {level}"  # so that what is kept of shards is told apart from the rest
+        name = ACROSS + level  # so that what is kept of shards is told apart from the rest
         return averager_of(name, replace(peers, level=name), self._between_groups())
 
     def _between_groups(self) -> Reducer:

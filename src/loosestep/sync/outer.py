@@ -1,0 +1,149 @@
+"""Anchors and the outer optimizer that steps them: the state of a ``strategy.outer.Outer``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from loosestep.comm.tensors import Named
+from loosestep.strategy.outer import Outer
+
+CHUNK_BYTES = 4 << 20  # of anchors that are stepped together: what is on the way stays in the cache
+
+
+class OuterState:
+    """Anchors, and the outer optimizer that steps them, of what is averaged over one level.
+
+    A tensor that has no anchor takes the mean, which is its first one. One that was left out of a
+    sync (frozen, say) has none either when it comes back: it may have been changed meanwhile.
+    """
+
+    def __init__(self, rule: Outer) -> None:
+        self.rule = rule
+        self.num_steps = 0
+        self._anchors: dict[str, torch.Tensor] = {}
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._scheduler: LRScheduler | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory anchors and the optimizer's state take."""
+        state = [] if self._optimizer is None else self._optimizer.state.values()
+        values = [value for held in state for value in held.values()]
+        held = [*self._anchors.values(), *(v for v in values if isinstance(v, torch.Tensor))]
+        return sum(tensor.nbytes for tensor in held)
+
+    def describe(self) -> str:
+        """Return how far it is, to be compared across ranks."""
+        return f"{len(self._anchors)} anchors after {self.num_steps} outer steps"
+
+    @torch.no_grad()
+    def anchor(self, named: Sequence[Named]) -> None:
+        """Take values that all replicas have in common for anchors; momentum stays."""
+        for name in self._follow(named):
+            self._anchors[name].copy_(dict(named)[name])
+
+    @torch.no_grad()
+    def apply(self, named: Sequence[Named]) -> None:
+        """Step the anchors by the means in ``named``, and leave the result there."""
+        known = self._follow(named)
+        moving = [(self._anchors[name], tensor) for name, tensor in named if name in known]
+        for chunk in _chunks(moving):
+            self._move(chunk)
+        self.num_steps += 1
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def _move(self, chunk: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        optimizer = self._optimizer
+        assert optimizer is not None, "there are anchors"
+        if self._takes_the_mean:  # anchor - (anchor - mean) is the mean but for a rounding
+            for anchor, mean in chunk:
+                anchor.copy_(mean)
+            return
+        for anchor, mean in chunk:
+            anchor.grad = anchor - mean.to(anchor.device, anchor.dtype)
+        optimizer.param_groups[0]["params"] = [anchor for anchor, _ in chunk]
+        optimizer.step()
+        for anchor, tensor in chunk:
+            anchor.grad = None
+            tensor.copy_(anchor)
+
+    @property
+    def _takes_the_mean(self) -> bool:
+        """Whether the next step is all of the pseudo-gradient, and nothing else."""
+        assert self._optimizer is not None, "there are anchors"
+        group = self._optimizer.param_groups[0]
+        rest = ("momentum", "weight_decay", "maximize")
+        plain = self.rule.optimizer is torch.optim.SGD and not any(group[key] for key in rest)
+        return plain and float(group["lr"]) == 1.0
+
+    def _follow(self, named: Sequence[Named]) -> list[str]:
+        """Return which of these have an anchor; forget others', and make what is missing."""
+        shapes = {name: tensor.shape for name, tensor in named}
+        gone = [name for name, held in self._anchors.items() if shapes.get(name) != held.shape]
+        for name in gone:
+            anchor = self._anchors.pop(name)
+            if self._optimizer is not None:
+                self._optimizer.state.pop(anchor, None)
+        known = [name for name in shapes if name in self._anchors]
+        for name, tensor in named:
+            if name not in self._anchors:
+                device = tensor.device if self.rule.device is None else self.rule.device
+                self._anchors[name] = tensor.detach().to(device, torch.float32, copy=True)
+        if self._anchors and self._optimizer is None:
+            self._make()
+        return known
+
+    def _make(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer = self.rule.make(list(self._anchors.values()))
+        if self.rule.scheduler is not None:
+            self._scheduler = self.rule.scheduler(optimizer)
+        return optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return anchors, the optimizer's state and its schedule, as copies; empty: nothing yet."""
+        if self._optimizer is None:
+            return {}
+        self._optimizer.param_groups[0]["params"] = list(self._anchors.values())
+        scheduler = {} if self._scheduler is None else self._scheduler.state_dict()
+        return {
+            "num_steps": self.num_steps,
+            "anchors": {name: anchor.clone() for name, anchor in self._anchors.items()},
+            "optimizer": copy.deepcopy(self._optimizer.state_dict()),
+            "scheduler": {
+                key: v for key, v in scheduler.items() if key != "_get_lr_called_within_step"
+            },
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what ``state_dict`` returned; an empty one forgets everything."""
+        self._optimizer, self._scheduler = None, None
+        self.num_steps = int(state_dict.get("num_steps", 0))
+        device = self.rule.device
+        self._anchors = {
+            name: anchor.to(device or anchor.device, copy=True)
+            for name, anchor in state_dict.get("anchors", {}).items()
+        }
+        if self._anchors:
+            self._make().load_state_dict(state_dict["optimizer"])
+        if (scheduler := self._scheduler) is not None:
+            scheduler.load_state_dict(state_dict["scheduler"])
+
+
+def _chunks(
+    moving: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Yield a few tensors at a time: what is between them and the optimizer stays in the cache."""
+    chunk: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for pair in moving:
+        chunk.append(pair)
+        if sum(anchor.nbytes for anchor, _ in chunk) >= CHUNK_BYTES:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
