@@ -29,7 +29,7 @@ import itertools
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -89,7 +89,7 @@ class Group:
         # Groups inside hosts and between them, by the number of ranks that count as a host; where
         # that is None, as they have met.
         self.ways: dict[int | None, Ways | None] = {}
-        self._children: dict[Hashable, Group] = {}
+        self._children: dict[tuple[tuple[int, ...], float | None], Group] = {}
         self._made: Counter[tuple[int, ...]] = Counter()  # how often ranks have made a group
         # Of the world only: the Groups of c10d groups, which take no attributes, by their names.
         self._ours: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
@@ -117,15 +117,15 @@ class Group:
             rank, size = dist.get_rank(), dist.get_world_size()
             store = GroupStore(None, rank)  # one for all groups: it learns who hosts it
             known = cls._world = cls(current, tuple(range(size)), rank, store, ours=False)
-            weakref.finalize(current, _end_of, known).atexit = False
+            weakref.finalize(current, _end_of, weakref.ref(known)).atexit = False
         return known
 
     def _keep(self, group: Group) -> None:
         """Keep the Group of a user's c10d group, for as long as that lives."""
-        process_group, users = group.process_group, self._users
-        name = process_group.group_name
-        users[name] = group
-        weakref.finalize(process_group, _forget, users, group, name).atexit = False
+        process_group = group.process_group
+        name, world, kept = process_group.group_name, weakref.ref(self), weakref.ref(group)
+        self._users[name] = group
+        weakref.finalize(process_group, _forget, world, kept, name).atexit = False
 
     @classmethod
     def make(
@@ -260,7 +260,10 @@ class Group:
         """Return the group of some of the ranks, made once; its members ask together."""
         if len(ranks) == 1:
             return Group.alone(ranks[0])
-        return self._child((ranks, timeout), lambda: self._make(ranks, timeout))
+        key = ranks, timeout
+        if key not in self._children:
+            self._children[key] = self._make(ranks, timeout)
+        return self._children[key]
 
     def twin(self, timeout: float | None = None) -> Group:
         """Return a group of the same ranks that nobody else uses; one for each time-out."""
@@ -313,21 +316,18 @@ class Group:
         name = f"{self.process_group.group_name}-{self._next_name(ranks)}"
         return Group.meet(store.c10d, self.ranks[self.group_rank], ranks, seconds, name)
 
-    def _child(self, key: Hashable, make: Callable[[], Group]) -> Group:
-        if key not in self._children:
-            self._children[key] = make()
-        return self._children[key]
 
-
-def _end_of(world: Group) -> None:
+def _end_of(ended: weakref.ref[Group]) -> None:
     """Let go of the world's Group, and with it of all others, when its c10d group has ended."""
-    if Group._world is world:
-        Group._world = None
-    world.close()
+    if (world := ended()) is not None:
+        if Group._world is world:
+            Group._world = None
+        world.close()
 
 
-def _forget(users: dict[str, Group], group: Group, name: str) -> None:
-    if users.get(name) is group:  # and not the Group of another one that took the name
+def _forget(world: weakref.ref[Group], group: weakref.ref[Group], name: str) -> None:
+    users = {} if (known := world()) is None else known._users
+    if name in users and users[name] is group():  # and not of another one that took the name
         del users[name]
 
 
