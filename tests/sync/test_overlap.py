@@ -33,12 +33,15 @@ from loosestep import (
     hierarchical_sgd,
     post_local_sgd,
 )
-from loosestep.comm.peers import Peers
+from loosestep.comm.group import world_group
+from loosestep.comm.peers import Peers, peers_of
 from loosestep.comm.reducers import Handle, Place
 from loosestep.reducers import Mean, TwoLevel
 from loosestep.schedules import Due, Schedule, after, every, levels
+from loosestep.sync.averager import Averager
 from loosestep.sync.flight import Copies
-from loosestep.sync.overlap import add_, differ_
+from loosestep.sync.overlap import Overlap, add_, differ_
+from loosestep.sync.parts import Parts
 from loosestep.testing import RankPool, run_ranks
 from tests.support.oracle import (
     Net,
@@ -420,6 +423,28 @@ def test_the_one_under_way_lands_before_the_next_is_launched(pool: RankPool) -> 
     """Averages that come closer than the overlap are applied one after the other."""
     # Launched at 0 and 2 (mean 1) and applied a step later: 0 + 1 and 4 - 1. Then 1 and 3 (mean 2).
     assert pool.run(2, crowd) == [[0, 1, 2], [2, 3, 4]]
+
+
+def two_under_way() -> tuple[list[int], list[float], int]:
+    overlap, averager = Overlap(2, most=2), Averager(peers_of(world_group()))
+    left, right = torch.zeros(3), torch.full((2,), float(dist.get_rank()))
+    overlap.launch(averager, Parts([("left", left)]), 1, "world")
+    overlap.launch(averager, Parts([("right", right)]), 2, "world")
+    assert overlap.is_full
+    assert not overlap.is_due(2)
+    assert overlap.is_due(3)
+    saved = overlap.state_dict()
+    right += 1.0  # a step that must not be lost
+    named = {"left": left, "right": right}
+    landed = [overlap.land(lambda: named).step for _ in range(2)]
+    again = Overlap(2, most=2)
+    again.load_state_dict(saved)
+    return landed, right.tolist(), len(again.flights)
+
+
+def test_several_land_in_the_order_of_their_launches(pool: RankPool) -> None:
+    """Two are under way at once, saved and loaded as two, and one thread carries both."""
+    assert pool.run(2, two_under_way) == [([1, 2], [1.5, 1.5], 2)] * 2
 
 
 # What else a sync changes.

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from loosestep.comm.peers import Peers
 from loosestep.comm.tensors import Named, placement, short_dtype
-from loosestep.comm.transport.shared_memory import DETAIL, OFFERED, PLACE, TAKEN, Slot
+from loosestep.comm.transport.shared_memory import Slot
 from loosestep.errors import RankMismatch
 
 
@@ -114,15 +114,7 @@ def _all_say(peers: Peers, mine: Header) -> bool:
         return False
     digest = hashlib.blake2b(mine.encode(), digest_size=16).digest()
     numbers = struct.unpack("<qq", digest)
-    slot = Slot(shared, peers)
-    slot.offer(*numbers)
-    told = []
-    for member in slot.members:
-        slot.wait(member, OFFERED)
-        told.append((slot.told(member, PLACE), slot.told(member, DETAIL)))
-    slot.finish()
-    slot.tell_all(TAKEN)
-    return all(others == numbers for others in told)
+    return set(Slot(shared, peers).exchange(*numbers)) == {numbers}
 
 
 def in_common(peers: Peers, named: Sequence[Named]) -> list[Named]:

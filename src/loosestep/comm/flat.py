@@ -83,17 +83,17 @@ class Window:
         """Where the pieces lie, if one call in C can copy all of them."""
         return Addresses.of([piece.view for piece in self.pieces])
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of every piece."""
         return self.pieces[0].view.dtype
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """The device of every piece."""
         return self.pieces[0].view.device
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The first tensor's name, with the number of the others."""
         more = len(self.pieces) - 1

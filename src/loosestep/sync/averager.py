@@ -27,12 +27,12 @@ from loosestep.comm.tensors import Named, memory, shard_key, unique
 from loosestep.errors import check_instance, check_seconds
 from loosestep.strategy.topology import check_weights
 from loosestep.sync.bound import Binder, Bound, by_shard
+from loosestep.sync.differences import Differences, remember
 from loosestep.sync.finite import Batch, batches, first_nonfinite, not_finite, whole_replicas
 from loosestep.sync.jobs import Cutter, Job
 from loosestep.sync.kept import Kept
 from loosestep.sync.parts import Parts, compressible, only_exact
 from loosestep.sync.pipeline import Averaging, Direct, Sender
-from loosestep.sync.references import Differences, remember
 from loosestep.telemetry.traffic import Traffic
 
 
@@ -125,6 +125,7 @@ class Averager:
                 "and here is nobody who remembers it; use an averager or attach, or Int8() here"
             )
         self._policy = policy_of(self.reducer, on_nonfinite)
+        self._encodes = compresses(self.reducer)
         own = (f"reducer {self.reducer!r}", f"weights {peers.weights}", str(self._policy))
         self._agreements = (*agreements, *own)
         self._cutter = Cutter(peers, self.reducer, window_bytes)
@@ -132,7 +133,8 @@ class Averager:
         self._introduced = False  # whether the reducer has seen the tensors
         self._bound: Bound | None = None  # what was averaged last,
         self._cut: list[Job] | None = None  # in which windows,
-        self._looked_at: list[Batch] | None = None  # and where infinities are looked for
+        self._looked_at: list[Batch] | None = None  # where infinities are looked for,
+        self._direct: Direct | None = None  # and how it was sent
         # How the ranks of a host divide what they have in common; None: each averages all of it.
         self._division: Division | None = None
         self._kept = Kept() if kept is None else kept
@@ -179,7 +181,8 @@ class Averager:
         bound = self._binder.bind(parts)
         if bound is not self._bound:
             self._check_device(parts.means[0][1].device)
-            self._bound, self._cut, self._looked_at = bound, None, None
+            self._bound = bound
+            self._cut = self._looked_at = self._direct = None
         return bound
 
     def _lines(self) -> tuple[str, ...]:
@@ -197,7 +200,7 @@ class Averager:
             self._division = self.reducer.divide(self.peers)
             if self._division is not None and named:
                 self._division.prepare(named[0][1].device)
-        self._cut = self._looked_at = None  # how it is divided is known only now
+        self._cut = self._looked_at = self._direct = None  # how it is divided is known only now
         return True
 
     def _first_nonfinite(self, bound: Bound) -> str:
@@ -211,7 +214,7 @@ class Averager:
             skips = self._policy is NonFinite.SKIP
             looked_at = bound.parts if skips else self.share(bound.parts)
             self._looked_at = batches(compressible(looked_at))
-        return first_nonfinite(self._looked_at, encoded=compresses(self.reducer))
+        return first_nonfinite(self._looked_at, encoded=self._encodes)
 
     @torch.no_grad()
     def start(self, agreed: Agreed, *, hand_round: bool = True) -> Averaging:
@@ -337,7 +340,9 @@ class Averager:
     def _sender(self, jobs: Sequence[Job]) -> Sender:
         reducer = self.reducer if self._division is None else self._division.reducer
         if not self._sends_differences:
-            return Direct(reducer, self._kept.state)
+            if self._direct is None or jobs is not self._cut:
+                self._direct = Direct(reducer, self._kept.state)
+            return self._direct
         self._kept.references.follow(jobs)
         return Differences(reducer, self._kept.references, self._kept.state)
 

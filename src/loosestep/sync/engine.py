@@ -70,6 +70,7 @@ class Engine:
         self.replica, self.levels, self._peers = replica, levels, peers
         self._settings, self._schedule = settings, schedule
         self._clock, self._telemetry = clock, telemetry
+        self._leaves_apart = settings.reducer.leaves_apart  # replicas, by what could not be sent
         self._averagers: dict[str, Averager] = {}
         self._whole, self._shards = Binder(), Binder()  # all levels average the same tensors
         self._kept: dict[str, Kept] = {}  # by level
@@ -129,7 +130,9 @@ class Engine:
         if not local and self._common_step == step - 1:
             self._common_step = step
         # What is under way comes first, however close the next one is.
-        while self.lands(step) or (level is not None and self._overlap.is_full):
+        while self._overlap.flights and (
+            self.lands(step) or (level is not None and self._overlap.is_full)
+        ):
             self.land()
         if level is not None:
             self.sync(level, step)
@@ -143,7 +146,7 @@ class Engine:
             return
         agreed = averager.agree(parts, Progress(step))
         average = self.replica.launch(agreed, averager, self.averager)
-        self.commit(average, averager, level, began, equal=not self._settings.reducer.leaves_apart)
+        self.commit(average, averager, level, began, equal=not self._leaves_apart)
         self._anchor_narrower(level, parts)
 
     def commit(
@@ -221,12 +224,12 @@ class Engine:
         if done and (level != self.widest or all_clean(agreed.headers)):
             return True  # the widest level will average all of it anyway, or has done so
         average: Average
-        if done and self._settings.reducer.leaves_apart:  # the last word is exact
+        if done and self._leaves_apart:  # the last word is exact
             exact, told = self._exact(), Progress(step, final=progress.final)
             average = exact.start(exact.agree(self.replica.parts(averager.peers), told))
         else:
             average = self.replica.launch(agreed, averager, self.averager)
-        equal = done or not self._settings.reducer.leaves_apart
+        equal = done or not self._leaves_apart
         self.commit(average, averager, name or level, began, equal=equal)
         self._anchor_narrower(level, parts)
         return done

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,10 +15,12 @@ from loosestep.comm.flat import WINDOW_BYTES
 from loosestep.comm.peers import Peers
 from loosestep.comm.tensors import Named, each_once, memory
 from loosestep.errors import PeerLost
-from loosestep.sync.averager import Averager
 from loosestep.sync.parts import Parts
-from loosestep.sync.pipeline import Averaging
 from loosestep.telemetry.traffic import Traffic
+
+if TYPE_CHECKING:
+    from loosestep.sync.averager import Averager
+    from loosestep.sync.pipeline import Averaging
 
 LINGER_SECONDS = 2.0  # for a mean that nobody wants any more, before its connections are cut
 ALONE_SECONDS = 600.0  # for one that needs nobody else

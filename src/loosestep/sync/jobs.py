@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from loosestep.comm.flat import OWN_WINDOW_BYTES, Window, windows
 from loosestep.comm.peers import Peers
@@ -25,13 +26,13 @@ class Job:
     place: Place  # in the model
     by: Reducer | None = None  # what averages it; None: what averages the rest
 
-    @property
+    @cached_property
     def silent(self) -> bool:
         """Whether this rank has no say in the mean: its values must not even be looked at."""
         weights = self.peers.weights
         return weights is not None and weights[self.peers.group_rank] == 0.0
 
-    @property
+    @cached_property
     def some_silent(self) -> bool:
         """Whether that is so for any rank; the same on all of them."""
         return 0.0 in (self.peers.weights or ())

@@ -1,14 +1,23 @@
-"""What the averages of one group keep from one sync to the next."""
+"""What the averages of one group keep from one sync to the next; saved and loaded with a run.
+
+Kept is the state of the reducer (residuals, draws), and where differences are sent (see
+``differences``) the values that all ranks had in common after the last sync: references.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from loosestep.comm.reducers import NOTHING, Reducer, State
 from loosestep.strategy.outer import Outer
 from loosestep.sync.outer import OuterState
-from loosestep.sync.references import References
+
+if TYPE_CHECKING:
+    from loosestep.sync.jobs import Job
 
 
 class Kept:
@@ -82,3 +91,57 @@ def load_into(
     """Take back what ``state_of`` returned, in place: averagers hold what is kept."""
     for level in {*kept, *state_dict}:
         make(level).load_state_dict(state_dict.get(level, {}))
+
+
+class References:
+    """The values that all ranks of one group had after their last sync, by slot.
+
+    They take as much memory as what is averaged, once for every level that averages (``nbytes``).
+    When other tensors are averaged than before, all ranks forget all of them alike.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, torch.Tensor] = {}
+        self._signature = ""
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory they take."""
+        return sum(values.nbytes for values in self._values.values())
+
+    def follow(self, jobs: Sequence[Job]) -> None:
+        """Forget everything unless the jobs are those that the references were kept for."""
+        signature = _signature(jobs)
+        if signature != self._signature:
+            self.clear()
+        self._signature = signature
+
+    def clear(self) -> None:
+        """Forget everything; the next sync is exact."""
+        self._values, self._signature = {}, ""
+
+    def get(self, slot: str, device: torch.device) -> torch.Tensor | None:
+        """Return the common values of a slot, or None before its first sync."""
+        values = self._values.get(slot)
+        if values is not None and values.device != device:  # a checkpoint is loaded to the CPU
+            values = self._values[slot] = values.to(device)
+        return values
+
+    def keep(self, slot: str, values: torch.Tensor) -> None:
+        """Take values that all ranks have; the tensor is theirs from now on."""
+        self._values[slot] = values
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the values, and what they belong to."""
+        values = {slot: tensor.clone() for slot, tensor in self._values.items()}
+        return {"signature": self._signature, "values": values}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what ``state_dict`` returned."""
+        self._signature = str(state_dict["signature"])
+        self._values = {slot: tensor.clone() for slot, tensor in state_dict["values"].items()}
+
+
+def _signature(jobs: Sequence[Job]) -> str:
+    lines = [f"{job.place.slot} {job.window.numel} {job.window.dtype}" for job in jobs]
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()

@@ -99,11 +99,11 @@ class OuterState:
             self._make()
         return known
 
-    def _make(self) -> torch.optim.Optimizer:
-        optimizer = self._optimizer = self.rule.make(list(self._anchors.values()))
-        if self.rule.scheduler is not None:
-            self._scheduler = self.rule.scheduler(optimizer)
-        return optimizer
+    def _make(self) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
+        made = self.rule.make(list(self._anchors.values()))
+        self._optimizer = made
+        self._scheduler = None if self.rule.scheduler is None else self.rule.scheduler(made)
+        return made, self._scheduler
 
     def state_dict(self) -> dict[str, Any]:
         """Return anchors, the optimizer's state and its schedule, as copies; empty: nothing yet."""
@@ -130,9 +130,10 @@ class OuterState:
             for name, anchor in state_dict.get("anchors", {}).items()
         }
         if self._anchors:
-            self._make().load_state_dict(state_dict["optimizer"])
-        if (scheduler := self._scheduler) is not None:
-            scheduler.load_state_dict(state_dict["scheduler"])
+            optimizer, scheduler = self._make()
+            optimizer.load_state_dict(state_dict["optimizer"])
+            if scheduler is not None:
+                scheduler.load_state_dict(state_dict["scheduler"])
 
 
 def _chunks(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -107,6 +107,7 @@ class Direct:
 
     reducer: Reducer
     state: State = NOTHING
+    _many: dict[int, bool] = field(default_factory=dict)  # by the identity of a job
 
     def batch(self, jobs: deque[Job]) -> list[Job]:
         """Take one, or as many as the reducer takes at a time and memory allows."""
@@ -125,8 +126,10 @@ class Direct:
         return taken
 
     def _takes_many(self, job: Job) -> bool:
-        reducer, window = job.by or self.reducer, job.window
-        return reducer.takes_many(job.peers, window.dtype, window.device)
+        if id(job) not in self._many:
+            reducer, window = job.by or self.reducer, job.window
+            self._many[id(job)] = reducer.takes_many(job.peers, window.dtype, window.device)
+        return self._many[id(job)]
 
     def send_together(self, jobs: Sequence[Job], phase: Phase) -> SentTogether:
         """Launch them by one call."""
@@ -212,7 +215,7 @@ class Averaging:
                 self._land()
         while self._outbound:
             self._land()
-        if self._largest is not None:
+        if self._largest is not None and self._largest[0]:
             self._take_largest(*self._largest)
         self.traffic.add(self._afterwards())
         if self._moved:  # an outer optimizer leads elsewhere than to the mean

@@ -311,6 +311,16 @@ class Slot:
         """Return when a neighbour has come to ``mark``."""
         self._shared.wait(self._peers, member, self._first + mark, self.number)
 
+    def exchange(self, place: int, detail: int) -> list[tuple[int, int]]:
+        """Tell all neighbours two numbers that stand for themselves, and return theirs."""
+        self.offer(place, detail)
+        for member in self.members:
+            self.wait(member, OFFERED)
+        heard = [(self.told(m, PLACE), self.told(m, DETAIL)) for m in self.members]
+        self.finish()
+        self.tell_all(TAKEN)
+        return heard
+
     def finish(self) -> None:
         """Say that this rank is through with it, whatever the neighbours are."""
         self.use.finished = True

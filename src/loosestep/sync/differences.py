@@ -10,11 +10,9 @@ window that has no reference yet is averaged exactly, and the result is its firs
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -22,59 +20,11 @@ from loosestep.comm.flat import STAGING, pack, unpack, unpack_sum
 from loosestep.comm.peers import Phase
 from loosestep.comm.reducers import Mean, Reducer, State
 from loosestep.sync.jobs import Job
+from loosestep.sync.kept import References
 from loosestep.sync.pipeline import Direct, Sent, SentTogether, stage
 from loosestep.telemetry.traffic import Traffic
 
 SAMPLE = 1 << 12  # elements of a window from which the size of the mean is estimated
-
-
-class References:
-    """The values that all ranks of one group had after their last sync, by slot.
-
-    They take as much memory as what is averaged, once for every level that averages (``nbytes``).
-    When other tensors are averaged than before, all ranks forget all of them alike.
-    """
-
-    def __init__(self) -> None:
-        self._values: dict[str, torch.Tensor] = {}
-        self._signature = ""
-
-    @property
-    def nbytes(self) -> int:
-        """How much memory they take."""
-        return sum(values.nbytes for values in self._values.values())
-
-    def follow(self, jobs: Sequence[Job]) -> None:
-        """Forget everything unless the jobs are those that the references were kept for."""
-        signature = _signature(jobs)
-        if signature != self._signature:
-            self.clear()
-        self._signature = signature
-
-    def clear(self) -> None:
-        """Forget everything; the next sync is exact."""
-        self._values, self._signature = {}, ""
-
-    def get(self, slot: str, device: torch.device) -> torch.Tensor | None:
-        """Return the common values of a slot, or None before its first sync."""
-        values = self._values.get(slot)
-        if values is not None and values.device != device:  # a checkpoint is loaded to the CPU
-            values = self._values[slot] = values.to(device)
-        return values
-
-    def keep(self, slot: str, values: torch.Tensor) -> None:
-        """Take values that all ranks have; the tensor is theirs from now on."""
-        self._values[slot] = values
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of the values, and what they belong to."""
-        values = {slot: tensor.clone() for slot, tensor in self._values.items()}
-        return {"signature": self._signature, "values": values}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what ``state_dict`` returned."""
-        self._signature = str(state_dict["signature"])
-        self._values = {slot: tensor.clone() for slot, tensor in state_dict["values"].items()}
 
 
 def remember(references: References, jobs: Sequence[Job]) -> None:
@@ -180,8 +130,3 @@ def _relative_to(mean: torch.Tensor, traffic: Traffic) -> Traffic:
     """Return the figures with the size of the mean in place of that of the mean difference."""
     size = float(mean[:SAMPLE].double().square().mean()) * traffic.samples
     return replace(traffic, magnitude=size)
-
-
-def _signature(jobs: Sequence[Job]) -> str:
-    lines = [f"{job.place.slot} {job.window.numel} {job.window.dtype}" for job in jobs]
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
