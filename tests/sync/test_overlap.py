@@ -33,8 +33,8 @@ from loosestep import (
     hierarchical_sgd,
     post_local_sgd,
 )
-from loosestep.comm.group import world_group
-from loosestep.comm.peers import Peers, peers_of
+from loosestep.comm.group import peers_of, world_group
+from loosestep.comm.peers import Peers
 from loosestep.comm.reducers import Handle, Place
 from loosestep.reducers import Mean, TwoLevel
 from loosestep.schedules import Due, Schedule, after, every, levels
