@@ -7,7 +7,8 @@ Choose what moves between workers, between whom, when and how, without rewriting
     with attach(model, optimizer, post_local_sgd(period=8)):
         ...  # the loop as it was
 
-Beside the names here: ``loosestep.reducers``, ``loosestep.schedules``, ``loosestep.testing``.
+Beside the names here: ``loosestep.outer``, ``loosestep.reducers``, ``loosestep.schedules``,
+``loosestep.testing``.
 """
 
 import importlib
@@ -44,7 +45,17 @@ if TYPE_CHECKING:
     from loosestep.sharding.options import ZeroOptions
     from loosestep.strategy.clock import Clock
     from loosestep.strategy.policies import Buffers, Initial, OptimizerState, Sharding
-    from loosestep.strategy.recipes import ddp, hierarchical_sgd, post_local_sgd, zero
+    from loosestep.strategy.recipes import (
+        ddp,
+        desloc,
+        diloco,
+        hierarchical_sgd,
+        muloco,
+        post_local_sgd,
+        slowmo,
+        snoo,
+        zero,
+    )
     from loosestep.strategy.strategy import Strategy
     from loosestep.strategy.topology import Topology
     from loosestep.sync.averager import average_
@@ -85,13 +96,18 @@ __all__ = [
     "average_parameters",
     "average_parameters_or_parameter_groups",
     "ddp",
+    "desloc",
+    "diloco",
     "get_params_to_average",
     "gradient_hook",
     "hierarchical_sgd",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
+    "muloco",
     "post_localSGD_hook",
     "post_local_sgd",
+    "slowmo",
+    "snoo",
     "zero",
 ]
 
@@ -115,7 +131,7 @@ _HOMES = {
     "sharding.options": "ZeroOptions",
     "strategy.clock": "Clock",
     "strategy.policies": "Buffers Initial OptimizerState Sharding",
-    "strategy.recipes": "ddp hierarchical_sgd post_local_sgd zero",
+    "strategy.recipes": "ddp desloc diloco hierarchical_sgd muloco post_local_sgd slowmo snoo zero",
     "strategy.strategy": "Strategy",
     "strategy.topology": "Topology",
     "sync.averager": "average_",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +19,17 @@ from loosestep import (
     ZeroRedundancyOptimizer,
     attach,
     ddp,
+    desloc,
+    diloco,
     hierarchical_sgd,
+    muloco,
     post_local_sgd,
+    slowmo,
+    snoo,
     zero,
 )
+from loosestep.outer import nesterov
+from loosestep.reducers import Mean
 from loosestep.schedules import every
 from loosestep.strategy import recipes
 from loosestep.testing import RankPool
@@ -84,6 +92,39 @@ def make_zero_hierarchical(topology: Topology) -> Strategy:
     return hierarchical_sgd({"pair": 2, "world": 6}, gradients="pair", topology=topology)
 
 
+def make_diloco(topology: Topology) -> Strategy:
+    return diloco(4, topology=topology)
+
+
+def make_diloco_overlapped(topology: Topology) -> Strategy:
+    return diloco(4, topology=topology, overlap_steps=2)
+
+
+def make_diloco_of_levels(topology: Topology) -> Strategy:
+    return dataclasses.replace(make_hierarchical(topology), outer=nesterov())
+
+
+def make_slowmo(topology: Topology) -> Strategy:
+    return slowmo(3, gradients="pair", topology=topology)
+
+
+def make_snoo(topology: Topology) -> Strategy:
+    return snoo(3, topology=topology)
+
+
+def make_muloco(topology: Topology) -> Strategy:
+    """Return it with an exact reducer; its own is proved with the reducers."""
+    return muloco(4, topology=topology, reducer=Mean())
+
+
+def make_desloc(topology: Topology) -> Strategy:
+    return desloc(2, optimizer_state={"momentum_buffer": 2}, topology=topology)
+
+
+def make_zero_diloco(topology: Topology) -> Strategy:
+    return dataclasses.replace(make_zero_periodic(topology), outer=nesterov())
+
+
 RECIPES: dict[str, Make] = {
     "ddp": make_ddp,
     "post_local_sgd": make_post_local,
@@ -96,6 +137,14 @@ RECIPES: dict[str, Make] = {
     "zero, periodic": make_zero_periodic,
     "zero, hierarchical": make_zero_hierarchical,
     "zero, post-local": make_post_local,
+    "zero, diloco": make_zero_diloco,
+    "diloco": make_diloco,
+    "diloco, overlapped": make_diloco_overlapped,
+    "diloco of levels": make_diloco_of_levels,
+    "slowmo": make_slowmo,
+    "snoo": make_snoo,
+    "muloco": make_muloco,
+    "desloc": make_desloc,
 }
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from loosestep.errors import check_whole, choose
 
 
 class Buffers(enum.Enum):
@@ -20,6 +23,41 @@ class OptimizerState(enum.Enum):
     KEEP = "keep"  # every rank keeps its own
     AVERAGE = "average"  # floats are averaged with the parameters, counters take the largest value
     RESET = "reset"  # dropped, so that the optimizer starts afresh
+
+
+@dataclass(frozen=True)
+class StatePeriods:
+    """Which of an optimizer's state is averaged, and at every how manyth sync; the rest is kept.
+
+    >>> StatePeriods((("exp_avg", 3), ("exp_avg_sq", 6))).due(3)
+    frozenset({'exp_avg'})
+    """
+
+    syncs: tuple[tuple[str, int], ...]  # a key of the optimizer's state, and its period in syncs
+
+    def due(self, sync: int) -> frozenset[str]:
+        """Return the keys that are averaged at a sync, counted from 1."""
+        return frozenset(key for key, period in self.syncs if sync % period == 0)
+
+
+def choose_state(
+    given: OptimizerState | StatePeriods | Mapping[str, int] | str,
+) -> OptimizerState | StatePeriods:
+    """Return what becomes of an optimizer's state: by one word, or by a period for each kind."""
+    if isinstance(given, StatePeriods):
+        return given
+    if not isinstance(given, Mapping):
+        return choose(OptimizerState, given)
+    if not given:
+        raise ValueError("optimizer_state must not be empty; give 'keep', or {'exp_avg': 3}")
+    for key, period in given.items():
+        if not isinstance(key, str) or not key:
+            raise TypeError(
+                f"optimizer_state must map keys of the optimizer's state to periods, got {key!r}; "
+                "give for example {'exp_avg': 3, 'exp_avg_sq': 6}"
+            )
+        check_whole(f"the period of {key!r}, in syncs", period, 1)
+    return StatePeriods(tuple(given.items()))
 
 
 class Initial(enum.Enum):

@@ -18,6 +18,7 @@ from loosestep.strategy.schedules import Schedule, after, always, every, levels
 
 if TYPE_CHECKING:
     from loosestep.comm.reducers import Reducer
+    from loosestep.strategy.outer import Outer
     from loosestep.strategy.policies import Sharding
     from loosestep.strategy.strategy import Strategy
     from loosestep.strategy.topology import Topology
@@ -129,8 +130,175 @@ def zero(
     )
 
 
+def diloco(
+    period: int = 100,
+    *,
+    outer: Outer | None = None,
+    warmup_steps: int = 0,
+    gradients: str | None = None,
+    topology: Topology | None = None,
+    reducer: Reducer | None = None,
+    gradient_reducer: Reducer | None = None,
+    optimizer_state: str | Mapping[str, int] = "keep",
+    overlap_steps: int = 0,
+    on_nonfinite: str = "raise",
+) -> Strategy:
+    """Train locally for ``period`` steps, then let an outer optimizer step from all replicas' mean.
+
+    ``outer`` is Nesterov (rate 0.7, momentum 0.9) unless given. DiLoCo,
+    https://arxiv.org/abs/2311.08105.
+
+    >>> diloco(100).outer
+    Outer(SGD, lr=0.7, momentum=0.9, nesterov=True)
+    """
+    from loosestep.strategy.outer import nesterov
+
+    world = _widest(topology)
+    return _strategy(
+        after(warmup_steps, every(period, world, gradients=gradients), always(gradients=world)),
+        topology,
+        reducer=reducer,
+        gradient_reducer=gradient_reducer,
+        outer=nesterov() if outer is None else outer,
+        optimizer_state=optimizer_state,
+        overlap_steps=overlap_steps,
+        on_nonfinite=on_nonfinite,
+    )
+
+
+def slowmo(
+    period: int = 12,
+    *,
+    outer: Outer | None = None,
+    warmup_steps: int = 0,
+    gradients: str | None = None,
+    topology: Topology | None = None,
+    reducer: Reducer | None = None,
+    gradient_reducer: Reducer | None = None,
+    overlap_steps: int = 0,
+    on_nonfinite: str = "raise",
+) -> Strategy:
+    """Do the same with slow (heavy-ball) momentum, rate 1.0 and momentum 0.5 unless given.
+
+    SlowMo, https://arxiv.org/abs/1910.00643.
+
+    >>> slowmo().outer
+    Outer(SGD, lr=1.0, momentum=0.5)
+    """
+    from loosestep.strategy.outer import slowmo as slow_momentum
+
+    return diloco(
+        period,
+        outer=slow_momentum() if outer is None else outer,
+        warmup_steps=warmup_steps,
+        gradients=gradients,
+        topology=topology,
+        reducer=reducer,
+        gradient_reducer=gradient_reducer,
+        overlap_steps=overlap_steps,
+        on_nonfinite=on_nonfinite,
+    )
+
+
+def snoo(
+    period: int = 30,
+    *,
+    outer: Outer | None = None,
+    topology: Topology | None = None,
+    gradient_reducer: Reducer | None = None,
+    on_nonfinite: str = "raise",
+) -> Strategy:
+    """Share gradients at every step, or be one worker; every ``period`` steps, step from the end.
+
+    Nesterov (0.7, 0.5) on how far ``period`` steps have led. One worker is enough, and several are
+    one large one. SNOO, https://arxiv.org/abs/2510.15830.
+
+    >>> snoo().schedule(30)
+    Due(gradients='world', parameters='world')
+    """
+    from loosestep.strategy.outer import nesterov
+
+    return diloco(
+        period,
+        outer=nesterov(0.7, 0.5) if outer is None else outer,
+        gradients=_widest(topology),
+        topology=topology,
+        gradient_reducer=gradient_reducer,
+        on_nonfinite=on_nonfinite,
+    )
+
+
+def muloco(
+    period: int = 30,
+    *,
+    outer: Outer | None = None,
+    warmup_steps: int = 0,
+    topology: Topology | None = None,
+    reducer: Reducer | None = None,
+    overlap_steps: int = 0,
+    on_nonfinite: str = "raise",
+) -> Strategy:
+    """Send differences in 2 bits with error feedback to Nesterov; meant for Muon inside.
+
+    Give ``attach`` a ``torch.optim.Muon`` of the matrices, and the rest another attachment or
+    none. MuLoCo, https://arxiv.org/abs/2505.23725.
+
+    >>> muloco().reducer
+    TwoLevel(ErrorFeedback(Int2()))
+    """
+    from loosestep.comm.reducers import ErrorFeedback, Int2, TwoLevel
+
+    return diloco(
+        period,
+        outer=outer,
+        warmup_steps=warmup_steps,
+        topology=topology,
+        reducer=TwoLevel(ErrorFeedback(Int2())) if reducer is None else reducer,
+        overlap_steps=overlap_steps,
+        on_nonfinite=on_nonfinite,
+    )
+
+
+def desloc(
+    period: int = 32,
+    *,
+    optimizer_state: Mapping[str, int] | None = None,
+    warmup_steps: int = 0,
+    gradients: str | None = None,
+    topology: Topology | None = None,
+    on_nonfinite: str = "raise",
+) -> Strategy:
+    """Average parameters every ``period`` steps, and an optimizer's state at fewer of these syncs.
+
+    Adam's first moment at every third and the second at every sixth unless told otherwise.
+    DES-LOC, https://arxiv.org/abs/2505.22549.
+
+    >>> desloc().optimizer_state.due(6) == {"exp_avg", "exp_avg_sq"}
+    True
+    """
+    world = _widest(topology)
+    periods = {"exp_avg": 3, "exp_avg_sq": 6} if optimizer_state is None else optimizer_state
+    return _strategy(
+        after(warmup_steps, every(period, world, gradients=gradients), always(gradients=world)),
+        topology,
+        optimizer_state=periods,
+        on_nonfinite=on_nonfinite,
+    )
+
+
 RECIPES: dict[str, Callable[..., Strategy]] = {
-    recipe.__name__: recipe for recipe in (ddp, post_local_sgd, hierarchical_sgd, zero)
+    recipe.__name__: recipe
+    for recipe in (
+        ddp,
+        post_local_sgd,
+        hierarchical_sgd,
+        zero,
+        diloco,
+        slowmo,
+        snoo,
+        muloco,
+        desloc,
+    )
 }
 
 
@@ -149,6 +317,8 @@ def _strategy(
     *,
     reducer: Reducer | None = None,
     gradient_reducer: Reducer | None = None,
+    outer: Outer | None = None,
+    optimizer_state: str | Mapping[str, int] = "keep",
     overlap_steps: int = 0,
     sharding: Sharding | None = None,
     on_nonfinite: str = "raise",
@@ -161,6 +331,8 @@ def _strategy(
         topology=topology,
         reducer=TwoLevel() if reducer is None else reducer,
         gradient_reducer=gradient_reducer,
+        outer=outer,
+        optimizer_state=optimizer_state,
         overlap_steps=overlap_steps,
         sharding=sharding,
         on_nonfinite=on_nonfinite,

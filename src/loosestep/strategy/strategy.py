@@ -16,7 +16,14 @@ from loosestep.comm.reducers import (
 from loosestep.comm.reducers.reducer import check_policy, check_suits_parameters, policy_of
 from loosestep.errors import check_whole, choose
 from loosestep.strategy.outer import Outer, check_outer
-from loosestep.strategy.policies import Buffers, Initial, OptimizerState, Sharding
+from loosestep.strategy.policies import (
+    Buffers,
+    Initial,
+    OptimizerState,
+    Sharding,
+    StatePeriods,
+    choose_state,
+)
 from loosestep.strategy.schedules import Schedule, check_overlap, most_seldom
 from loosestep.strategy.topology import Topology, check_topology
 
@@ -34,7 +41,8 @@ class Strategy:
     topology: Topology | None = None  # between whom; None: the levels host and world
     reducer: Reducer = field(default_factory=TwoLevel)  # how parameters are averaged
     buffers: Buffers | str = Buffers.MEAN  # what a sync does to BatchNorm statistics and the like
-    optimizer_state: OptimizerState | str = OptimizerState.KEEP  # and to momentum and the like
+    # And to momentum and the like; or which of it at every how manyth sync: {"exp_avg": 3}.
+    optimizer_state: OptimizerState | StatePeriods | Mapping[str, int] | str = OptimizerState.KEEP
     initial: Initial | str = Initial.BROADCAST  # what if replicas differ at the start
     sharding: Sharding | None = None  # given: the optimizer must be sharded, and is kept so
     gradient_reducer: Reducer | None = None  # how gradients are; None: the backend's all-reduce
@@ -75,12 +83,12 @@ class Strategy:
         check_whole("overlap_steps", self.overlap_steps, hint="0 averages at once")
         check_overlap(self.overlap_steps, most_seldom(self.schedule) if self.overlap_steps else [])
         object.__setattr__(self, "buffers", choose(Buffers, self.buffers))
-        object.__setattr__(self, "optimizer_state", choose(OptimizerState, self.optimizer_state))
+        state = choose_state(self.optimizer_state)
+        object.__setattr__(self, "optimizer_state", state)
         object.__setattr__(self, "initial", choose(Initial, self.initial))
         policy = choose(NonFinite, self.on_nonfinite)
         object.__setattr__(self, "on_nonfinite", policy)
         check_policy(self.reducer, policy)
-        state = choose(OptimizerState, self.optimizer_state)
         check_can_overlap(self.overlap_steps, self.reducer, policy, state)
 
     def describe(self) -> str:
@@ -103,15 +111,15 @@ def check_can_overlap(
     overlap_steps: int,
     reducer: Reducer | None,
     on_nonfinite: NonFinite,
-    state: OptimizerState = OptimizerState.KEEP,
+    state: OptimizerState | StatePeriods = OptimizerState.KEEP,
 ) -> None:
     """Raise where differences to a snapshot, applied later, would not do what was asked for."""
     if not overlap_steps:
         return
-    if state is OptimizerState.AVERAGE:
+    if state is OptimizerState.AVERAGE or isinstance(state, StatePeriods):
         raise ValueError(
             f"overlap_steps={overlap_steps} adds a difference that is some steps old, which can "
-            "bring Adam's second moments below zero, so optimizer_state cannot be 'average'; "
+            "bring Adam's second moments below zero, so optimizer_state cannot be averaged; "
             "use 'keep' or 'reset', or overlap_steps=0"
         )
     if policy_of(reducer, on_nonfinite) is NonFinite.SKIP:

@@ -13,6 +13,7 @@ averages on a level, and when; nothing of an average is decided there.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class Engine:
         self._averagers: dict[str, Averager] = {}
         self._whole, self._shards = Binder(), Binder()  # all levels average the same tensors
         self._kept: dict[str, Kept] = {}  # by level
+        self._num_syncs: Counter[str] = Counter()  # by level
         self._overlap = Overlap(settings.overlap_steps)
         self._last_step = 0  # that was followed
         self._synced_step = -1  # after which the widest level averaged last; -1: not yet
@@ -140,6 +142,7 @@ class Engine:
     def sync(self, level: str, step: int) -> None:
         """Average what takes part over ``level``: now, or beside training from now on."""
         began, averager = time.perf_counter(), self.averager(level)
+        self.replica.sync = self._num_syncs[level] + 1
         parts = self.replica.parts(averager.peers)
         if self._overlap.steps:  # the ranks agree there too
             self._overlap.launch(averager, parts, step, level)
@@ -158,6 +161,7 @@ class Engine:
         """
         traffic = average.wait()  # PeerLost: what reducers remember is as it was before
         average.commit()  # residuals become valid with what they belong to
+        self._num_syncs[averager.peers.level] += 1
         self._telemetry.synced(self._clock.step, name, began, traffic)
         self.replica.forget_state()
         widest = self.averager(self.widest).peers.global_ranks
@@ -213,6 +217,7 @@ class Engine:
         With a schedule some may still train, and need this rank's parameters.
         """
         began, averager = time.perf_counter(), self.averager(level)
+        self.replica.sync = self._num_syncs[level] + 1
         parts = self.replica.parts(averager.peers)
         progress = Progress(step, final=self._schedule is not None)
         # More than steps changes replicas: other optimizers, a forward (BatchNorm), the user. So
@@ -292,6 +297,7 @@ class Engine:
         return {
             "flights": overlap.state_dict(),  # first: what is under way changes the rest
             "kept": state_of(self._kept),
+            "num_syncs": dict(self._num_syncs),
             "local_steps": self.local_steps,
             "synced_step": self._synced_step,
         }
@@ -303,6 +309,7 @@ class Engine:
         """
         self._overlap.load_state_dict(state_dict.get("flights", {}))
         load_into(self._kept, state_dict.get("kept", {}), self._keep)
+        self._num_syncs = Counter(state_dict.get("num_syncs", {}))
         self._synced_step = state_dict.get("synced_step", -1)
         self._common_step = self._clock.step - state_dict.get("local_steps", 0)
 

@@ -79,12 +79,16 @@ class Parts:
 def optimizer_state_of(
     optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]
 ) -> tuple[list[Named], list[Named]]:
-    """Return the state tensors shaped like their parameter, and the counters beside them."""
+    """Return the state tensors that have a mean, and the counters beside them.
+
+    Of a parameter that is a single number ``step`` alone is a counter: its momentum is one too.
+    """
     shaped: list[Named] = []
     counters: list[Named] = []
     for parameter, name in names.items():
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, torch.Tensor):
-                kind = counters if value.ndim == 0 else shaped
+                counts = value.ndim == 0 and (key == "step" or parameter.ndim > 0)
+                kind = counters if counts else shaped
                 kind.append((f"{STATE}{name}.{key}", value))
     return shaped, counters

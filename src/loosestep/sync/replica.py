@@ -17,7 +17,7 @@ from loosestep.comm.peers import Peers, Phase
 from loosestep.comm.reducers import Reducer
 from loosestep.comm.tensors import Named, unique
 from loosestep.errors import NotAttachable, choose
-from loosestep.strategy.policies import Buffers, OptimizerState
+from loosestep.strategy.policies import Buffers, OptimizerState, StatePeriods, choose_state
 from loosestep.strategy.strategy import Strategy
 from loosestep.strategy.topology import Topology
 from loosestep.sync.averager import Agreed, Averager
@@ -64,10 +64,11 @@ class Replica:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         buffers: Buffers = Buffers.MEAN,
-        optimizer_state: OptimizerState = OptimizerState.KEEP,
+        optimizer_state: OptimizerState | StatePeriods = OptimizerState.KEEP,
     ) -> None:
         self._all_parameters, self._module, self._optimizer = parameters, module, optimizer
         self._buffers, self._optimizer_state = buffers, optimizer_state
+        self.sync = 1  # which one on its level comes now: some state is averaged at few of them
         self._given: Iterable[Named] = ()  # what ``parameters`` returned last,
         self._flags: list[bool] = []  # which of it was trained,
         self._trained: list[Named] = []  # and those
@@ -92,7 +93,7 @@ class Replica:
     def parts(self, peers: Peers) -> Parts:
         """Return what a sync changes now; all of ``peers`` must ask together."""
         parts = self.weights()
-        if self._optimizer_state is not OptimizerState.AVERAGE:
+        if not self._averages_state:
             return parts
         shaped, steps = self._state(peers)
         return replace(parts, means=[*parts.means, *shaped], largest=[*parts.largest, *steps])
@@ -147,15 +148,28 @@ class Replica:
         """Return what the optimizer's state is kept by, with names."""
         return {parameter: name for name, parameter in self._parameters()}
 
+    @property
+    def _averages_state(self) -> bool:
+        """Whether the sync that comes now averages any of the optimizer's state."""
+        if isinstance(self._optimizer_state, StatePeriods):
+            return bool(self._optimizer_state.due(self.sync))
+        return self._optimizer_state is OptimizerState.AVERAGE
+
     def _state(self, peers: Peers) -> State:
         """Return the optimizer's state that a sync averages; all of ``peers`` must ask together.
 
         A rank whose batches have not used a parameter (an expert, say) has no state for it yet.
         What it would start from is known to the optimizer only, so such state is left out.
         """
-        if self._optimizer is None or self._optimizer_state is not OptimizerState.AVERAGE:
+        if self._optimizer is None or not self._averages_state:
             return [], []
         shaped, steps = optimizer_state_of(self._optimizer, self._names())
+        if isinstance(self._optimizer_state, StatePeriods):
+            due = self._optimizer_state.due(self.sync)
+            shaped, steps = (
+                [(name, tensor) for name, tensor in kind if name.rpartition(".")[2] in due]
+                for kind in (shaped, steps)
+            )
         peers = peers.during(Phase("agreeing which optimizer state to average"))
         common = {name for name, _ in in_common(peers, [*shaped, *steps])}
         return [s for s in shaped if s[0] in common], [s for s in steps if s[0] in common]
@@ -170,7 +184,7 @@ def replica_of(
         model,
         optimizer,
         buffers=choose(Buffers, strategy.buffers),
-        optimizer_state=choose(OptimizerState, strategy.optimizer_state),
+        optimizer_state=choose_state(strategy.optimizer_state),
     )
 
 
@@ -189,7 +203,7 @@ class ShardedReplica(Replica):
         topology: ConnectedTopology,
     ) -> None:
         buffers = choose(Buffers, strategy.buffers)
-        state = choose(OptimizerState, strategy.optimizer_state)
+        state = choose_state(strategy.optimizer_state)
         super().__init__(
             model.named_parameters, model, zero, buffers=buffers, optimizer_state=state
         )
@@ -257,7 +271,7 @@ class ShardedReplica(Replica):
         def shards() -> Averaging | None:
             peers = self.across(averager.peers.level)
             named = self._shards()
-            if peers.size == 1 or not named:  # a rank may own nothing, and then so do its peers
+            if not self._crosses(peers) or not named:  # a rank may own nothing, as its peers then
                 return None
             across, me = self._across(peers, averager.peers.level, averager_of), peers.global_ranks
             shaped, steps = self._state(across.peers) if stateful else ([], [])
@@ -266,22 +280,27 @@ class ShardedReplica(Replica):
             progress = Progress(agreed.step, finite=finite)
             return across.start(across.agree(Parts([*named, *shaped], steps), progress))
 
-        alone = self.across(averager.peers.level).size == 1
-        return _InShards(rest, shards, None if alone else self.zero)
+        crosses = self._crosses(self.across(averager.peers.level))
+        return _InShards(rest, shards, self.zero if crosses else None)
 
     def prepare(self, averager: Averager, averager_of: AveragerOf, *, common: bool) -> None:
         """Make what averages of buffers and of shards need."""
         names, shards = {name for name, _ in self._parameters()}, self._shards()
         rest = [(name, tensor) for name, tensor in self.weights().means if name not in names]
-        averager.prepare(rest, common=common)
+        if rest:
+            averager.prepare(rest, common=common)
         peers = self.across(averager.peers.level)
-        if peers.size > 1 and shards:
+        if self._crosses(peers) and shards:
             self._across(peers, averager.peers.level, averager_of).prepare(shards, common=common)
 
     def _names(self) -> dict[torch.Tensor, str]:
         self.zero.shards.follow()
         shards = self.zero.shards.of
         return {shards[p]: name for name, p in self._parameters() if p in shards}
+
+    def _crosses(self, peers: Peers) -> bool:
+        """Whether a sync changes shards: others own the same, or there is an outer optimizer."""
+        return peers.size > 1 or bool(self._strategy.outer)
 
     def _across(self, peers: Peers, level: str, averager_of: AveragerOf) -> Averager:
         name = ACROSS + level  # so that what is kept of shards is told apart from the rest

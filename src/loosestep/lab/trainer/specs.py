@@ -48,7 +48,7 @@ SHORT = {
 }
 LEVELS = ("host", "world")  # those of Topology.from_hosts
 # Types in the recipes' signatures that need torch; on a command line there is a wire for a reducer.
-STAND_INS = {"Reducer": Wire, "Strategy": object, "Topology": object}
+STAND_INS = {"Outer": object, "Reducer": Wire, "Strategy": object, "Topology": object}
 Value = str | int | float | bool | None | Mapping[str, int]
 
 
