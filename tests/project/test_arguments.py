@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import loosestep
+import loosestep.outer
 import loosestep.reducers
 import loosestep.schedules
 import loosestep.testing
@@ -41,16 +42,22 @@ from loosestep import (
     average_parameters,
     average_parameters_or_parameter_groups,
     ddp,
+    desloc,
+    diloco,
     get_params_to_average,
     gradient_hook,
     hierarchical_sgd,
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
+    muloco,
     post_local_sgd,
     schedules,
+    slowmo,
+    snoo,
     zero,
 )
 from loosestep.compat.averagers import Options
+from loosestep.outer import Outer, nesterov
 from loosestep.reducers import (
     Cast,
     ErrorFeedback,
@@ -96,6 +103,17 @@ def written(sink: Callable[[Any], JsonLines | TensorBoard]) -> Callable[..., Non
     return make
 
 
+OUTER_RECIPE: dict[str, Any] = {
+    "outer": None,
+    "warmup_steps": 0,
+    "gradients": None,
+    "topology": None,
+    "reducer": None,
+    "gradient_reducer": None,
+    "overlap_steps": 0,
+    "on_nonfinite": "raise",
+}
+
 # Public constructors that need no process group, with arguments that make sense.
 PURE: dict[str, Case] = {
     "Topology": (Topology, {"levels": {"world": [[0, 1]]}, "weights": [1, 2], "timeout": 3}),
@@ -118,6 +136,7 @@ PURE: dict[str, Case] = {
             "initial": "refuse",
             "sharding": None,
             "gradient_reducer": None,
+            "outer": None,
             "overlap_steps": 0,
             "on_nonfinite": "raise",
         },
@@ -160,6 +179,47 @@ PURE: dict[str, Case] = {
             "on_nonfinite": "raise",
         },
     ),
+    "diloco": (diloco, {"period": 4, **OUTER_RECIPE, "optimizer_state": "keep"}),
+    "slowmo": (slowmo, {"period": 4, **OUTER_RECIPE}),
+    "snoo": (
+        snoo,
+        {
+            "period": 4,
+            "outer": None,
+            "topology": None,
+            "gradient_reducer": None,
+            "on_nonfinite": "raise",
+        },
+    ),
+    "muloco": (
+        muloco,
+        {
+            "period": 4,
+            "outer": None,
+            "warmup_steps": 0,
+            "topology": None,
+            "reducer": None,
+            "overlap_steps": 0,
+            "on_nonfinite": "raise",
+        },
+    ),
+    "desloc": (
+        desloc,
+        {
+            "period": 4,
+            "optimizer_state": {"exp_avg": 3},
+            "warmup_steps": 0,
+            "gradients": None,
+            "topology": None,
+            "on_nonfinite": "raise",
+        },
+    ),
+    "outer.Outer": (
+        Outer,
+        {"optimizer": torch.optim.SGD, "scheduler": None, "device": None, "lr": 0.7},
+    ),
+    "outer.nesterov": (nesterov, {"lr": 0.7, "momentum": 0.9}),
+    "outer.slowmo": (loosestep.outer.slowmo, {"lr": 1.0, "momentum": 0.5}),
     "every": (every, {"period": 4, "level": "world", "gradients": None}),
     "levels": (levels, {"periods": {"world": 4}, "gradients": None}),
     "always": (always, {"gradients": None, "parameters": None}),
@@ -405,6 +465,9 @@ LEFT_OUT = {
     "NonFinite": "an enum",
     "OptimizerState": "an enum",
     "NOTHING": "a constant",
+    "outer.Outer.options": "the optimizer's; lr stands for them",
+    "outer.nesterov.more": "those of Outer",
+    "outer.slowmo.more": "those of Outer",
     "Telemetry.totals": "a field of its own, which begins empty",
     "run_ranks.args": "whatever the body takes",
     "ZeroRedundancyOptimizer.defaults": "the wrapped optimizer's; lr stands for them",
@@ -422,15 +485,16 @@ def test_every_public_argument_is_tried(pool: RankPool) -> None:
     covered = {name: list(sensible) for name, (_, sensible) in PURE.items()}
     covered |= pool.run(1, covered_in_a_job)[0]
     missing = []
-    for module in (loosestep, loosestep.reducers, loosestep.schedules, loosestep.testing):
-        for name in module.__all__:
-            public = getattr(module, name)
-            if name in LEFT_OUT or not callable(public) or is_error(public):
-                continue
-            for argument in inspect.signature(public).parameters:
-                given = argument in covered.get(name, [])
-                if not given and f"{name}.{argument}" not in LEFT_OUT:
-                    missing.append(f"{name}.{argument}")
+    doors = loosestep, loosestep.reducers, loosestep.schedules, loosestep.testing
+    names = [(name, getattr(module, name)) for module in doors for name in module.__all__]
+    names += [(f"outer.{name}", getattr(loosestep.outer, name)) for name in loosestep.outer.__all__]
+    for name, public in names:
+        if name in LEFT_OUT or not callable(public) or is_error(public):
+            continue
+        for argument in inspect.signature(public).parameters:
+            given = argument in covered.get(name, [])
+            if not given and f"{name}.{argument}" not in LEFT_OUT:
+                missing.append(f"{name}.{argument}")
     assert missing == []
     for name in ("PeriodicModelAverager", "HierarchicalModelAverager"):
         assert set(Options.__annotations__) <= set(covered[name])

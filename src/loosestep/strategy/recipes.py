@@ -243,8 +243,8 @@ def muloco(
     Give ``attach`` a ``torch.optim.Muon`` of the matrices, and the rest another attachment or
     none. MuLoCo, https://arxiv.org/abs/2505.23725.
 
-    >>> muloco().reducer
-    TwoLevel(ErrorFeedback(Int2()))
+    >>> muloco(30).outer
+    Outer(SGD, lr=0.7, momentum=0.9, nesterov=True)
     """
     from loosestep.comm.reducers import ErrorFeedback, Int2, TwoLevel
 
