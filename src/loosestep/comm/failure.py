@@ -113,8 +113,9 @@ class Notes:
         if len(others) == 1 and self.store.host != self.me:
             return others
         patience = 3 * GRACE_SECONDS + (0.0 if given_up is None else SLOW_SECONDS)
-        found = self.store.ask(patience, lambda store: self._find(store, missed)) or ()
-        if given_up is None and len(found) != 1:
+        found = self.store.ask(patience, lambda store: self._find(store, missed))
+        # Its host may have given up first, and end while this rank still asks.
+        if found is None or (given_up is None and len(found) != 1):
             found = self._find_without_store(missed)
         return found or (others if missed is None else (missed,))
 
