@@ -145,6 +145,7 @@ class GradientHook:
     """What ``reduce_bucket`` needs: the reducer, its thread, and the windows."""
 
     def __init__(self, reducer: Reducer, peers: Peers) -> None:
+        check_gradient_reducer(reducer)
         check_instance("peers", peers, Peers, "Peers; gradient_hook(reducer) makes them")
         self.reducer = reducer
         self._reductions = Reductions(reducer)
