@@ -11,6 +11,7 @@ https://arxiv.org/abs/1910.00643.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -40,7 +41,7 @@ class Outer:
     ) -> None:
         self.optimizer, self.options = optimizer, options
         self.scheduler = scheduler
-        self.device = None if device is None else torch.device(device)
+        self.device = _checked_device(device)
         _check(self)
 
     def __repr__(self) -> str:
@@ -126,12 +127,31 @@ def _check(rule: Outer) -> None:
             f"{rule.optimizer.__name__} needs a closure that evaluates the loss, and a sync has "
             "none; use an optimizer that steps by gradients, such as torch.optim.SGD"
         )
-    together, apart = (_stepped(rule, chunks) for chunks in ([2], [1, 1]))
+    try:
+        together, apart = (_stepped(rule, chunks) for chunks in ([2], [1, 1]))
+    except (RuntimeError, OverflowError) as error:  # what else torch says of its own arguments
+        raise ValueError(f"{rule} cannot be made or cannot step: {error}") from None
+    if not together.isfinite().all():
+        raise ValueError(
+            f"{rule} makes infinities or NaN of small numbers; give a finite rate such as lr=0.7"
+        )
     if not torch.equal(together, apart):
         raise ValueError(
             f"{rule} keeps state that all parameters share, and is stepped a few tensors at a "
             "time; use an optimizer that keeps its state by parameter, as those of torch.optim do"
         )
+
+
+def _checked_device(device: object) -> torch.device | None:
+    if device is None or isinstance(device, torch.device):
+        return device
+    with contextlib.suppress(RuntimeError):
+        if isinstance(device, str):
+            return torch.device(device)
+    raise ValueError(
+        f"device must be one such as 'cpu' or 'cuda:0', or None for the parameters' own, got "
+        f"{device!r}"
+    )
 
 
 def _stepped(rule: Outer, chunks: Sequence[int]) -> torch.Tensor:
