@@ -44,7 +44,7 @@ from loosestep.strategy.clock import Clock
 from loosestep.strategy.policies import Initial
 from loosestep.strategy.strategy import Strategy
 from loosestep.strategy.topology import Topology
-from loosestep.sync.connected import ConnectedTopology, resolve
+from loosestep.sync.connected import ConnectedTopology
 from loosestep.sync.engine import Engine, Settings
 from loosestep.sync.owners import check_whose, owner
 from loosestep.sync.parts import unwrap_compiled
@@ -367,4 +367,4 @@ def _own_topology(
         if isinstance(model, DistributedDataParallel):
             ranks = dist.get_process_group_ranks(model.process_group)
         topology = Topology.from_hosts(ranks=ranks)
-    return ConnectedTopology(resolve(topology, timeout), timeout)
+    return ConnectedTopology.meet(topology, timeout)
