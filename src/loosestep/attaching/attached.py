@@ -122,7 +122,10 @@ class Attached:
     ) -> None:
         """Compare what the ranks have, start from one point, and connect gradients."""
         strategy = self.strategy
-        self.topology = _own_topology(strategy.topology, self.model, timeout)
+        averaging = _own_topology(strategy.topology, self.model, timeout)
+        undo.callback(averaging.close)
+        # Gradients travel while an average is under way: then they need groups of their own.
+        self.topology = ConnectedTopology(averaging) if strategy.overlap_steps else averaging
         undo.callback(self.topology.close)
         check_levels(strategy, self.topology)
         self._sharing = GradientSharing(
@@ -130,11 +133,8 @@ class Attached:
         )
         ranks, members = self.topology.ranks, self.topology.members
         self._levels_of_all = [name for name in self.topology.levels if members(name) == ranks]
-        # Gradients travel while an average is under way: then it needs process groups of its own.
-        air = ConnectedTopology(self.topology) if strategy.overlap_steps else self.topology
-        undo.callback(air.close)
         replica = self._make_replica(scaler)
-        self._engine = self._make_engine(replica, air)
+        self._engine = self._make_engine(replica, averaging)
         undo.callback(self._engine.close)
         # First: ranks whose strategies differ need not make the same groups.
         averages, initial = strategy.schedule.parameter_levels(), choose(Initial, strategy.initial)
