@@ -26,15 +26,25 @@ STEPS_LOOKED_AT = 4096  # from the first average on, for two that are too close
 
 @dataclass(frozen=True)
 class Due:
-    """What is due at a step: the level that shares gradients and the one that averages."""
+    """What is due at a step: the level that shares gradients and the one that averages.
+
+    ``fragment`` is the number of the part of the parameters that is averaged; None: all of them.
+    """
 
     gradients: str | None = None
     parameters: str | None = None
+    fragment: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what names no level."""
+        """Refuse what names no level, and no part."""
         check_level("gradients", self.gradients)
         check_level("parameters", self.parameters)
+        if self.fragment is not None:
+            check_whole("fragment", self.fragment)
+
+    def __repr__(self) -> str:
+        part = "" if self.fragment is None else f", fragment={self.fragment}"
+        return f"Due(gradients={self.gradients!r}, parameters={self.parameters!r}{part})"
 
 
 class Schedule(ABC):
@@ -55,6 +65,11 @@ class Schedule(ABC):
     def chains(self) -> list[tuple[str, ...]]:
         """Return the lists of levels that must go from narrow to wide."""
         return []
+
+    @property
+    def num_fragments(self) -> int:
+        """How many parts the parameters are split into; 1: they are averaged as a whole."""
+        return 1
 
 
 @dataclass(frozen=True)
@@ -102,6 +117,37 @@ class Levels(Schedule):
 
 
 @dataclass(frozen=True)
+class Streaming(Schedule):
+    """Every part of the parameters once a period, each at an offset of its own."""
+
+    period: int
+    num: int  # of parts; more: smaller peaks of traffic
+    level: str
+    gradients: str | None = None
+
+    def __call__(self, step: int) -> Due:
+        """Return the part whose turn it is; turns come ``period / num`` steps apart."""
+        turn, rest = divmod(step, self.period // self.num)
+        if turn == 0 or rest:
+            return Due(self.gradients)
+        fragment = None if self.num == 1 else (turn - 1) % self.num
+        return Due(self.gradients, self.level, fragment)
+
+    def gradient_levels(self) -> frozenset[str]:
+        """Return the level that shares gradients between averages, if any."""
+        return _named(self.gradients)
+
+    def parameter_levels(self) -> frozenset[str]:
+        """Return the one level that averages."""
+        return _named(self.level)
+
+    @property
+    def num_fragments(self) -> int:
+        """How many parts there are."""
+        return self.num
+
+
+@dataclass(frozen=True)
 class After(Schedule):
     """One schedule before ``start``, another, counted from there, afterwards."""
 
@@ -124,6 +170,11 @@ class After(Schedule):
     def chains(self) -> list[tuple[str, ...]]:
         """Return those of both halves."""
         return [chain for half in self._halves() for chain in half.chains()]
+
+    @property
+    def num_fragments(self) -> int:
+        """That of the half that has parts."""
+        return max(half.num_fragments for half in self._halves())
 
     def _halves(self) -> list[Schedule]:
         """Return those that ever come."""
@@ -167,6 +218,33 @@ def levels(periods: Mapping[str, int], *, gradients: str | None = None) -> Level
     return Levels(pairs, gradients)
 
 
+def streaming(
+    period: int, num_fragments: int, level: str = "world", *, gradients: str | None = None
+) -> Streaming:
+    """Average every one of ``num_fragments`` parts of the parameters once in ``period`` steps.
+
+    Their turns are evenly spread; one part is ``every(period)``.
+
+    >>> plan = streaming(4, 2)
+    >>> [plan(step).fragment for step in (2, 4, 6)], plan(3).parameters
+    ([0, 1, 0], None)
+    """
+    check_whole("period", period, 1)
+    check_whole("num_fragments", num_fragments, 1)
+    check_level("level", level)
+    check_level("gradients", gradients)
+    if level is None:
+        raise ValueError("level must name who averages, such as 'world', got None")
+    if period % num_fragments:
+        below = period - period % num_fragments
+        raise ValueError(
+            f"num_fragments must divide the period, so that their turns are evenly spread: "
+            f"{period} is no multiple of {num_fragments}; give a period of {below + num_fragments}"
+            + (f" or {below}" if below else "")
+        )
+    return Streaming(period, num_fragments, level, gradients)
+
+
 def always(*, gradients: str | None = None, parameters: str | None = None) -> Always:
     """Do the same at every step.
 
@@ -191,26 +269,28 @@ def after(start: int, then: Schedule, before: Schedule | None = None) -> After:
     return After(start, then, always(gradients="world") if before is None else before)
 
 
-def next_sync(schedule: Schedule, step: int, level: str | None = None) -> tuple[int, str] | None:
-    """Return the first step after ``step`` at which parameters are averaged, and the level.
+def next_sync(schedule: Schedule, step: int, level: str | None = None) -> tuple[int, Due] | None:
+    """Return the first step after ``step`` at which parameters are averaged, and what is due then.
 
     With ``level`` the first at which that level averages. None: not within a foreseeable time.
 
     >>> next_sync(every(8), 3)
-    (8, 'world')
+    (8, Due(gradients=None, parameters='world'))
     """
     levels_ = schedule.parameter_levels()
     if not levels_ or (level is not None and level not in levels_):
         return None
     for later in range(step + 1, step + 1 + HORIZON):
-        due = schedule(later).parameters
-        if due is not None and level in (None, due):
+        due = schedule(later)
+        if due.parameters is not None and level in (None, due.parameters):
             return later, due
     return None
 
 
 def most_seldom(schedule: Schedule) -> list[int]:
     """Return when the level averages parameters that does so most seldom, as far as one looks.
+
+    Of parameters in parts, when the part does whose turn comes first.
 
     >>> most_seldom(every(2000)), most_seldom(levels({"host": 4, "world": 3000}))
     ([2000, 4000, 6000], [3000])
@@ -219,9 +299,9 @@ def most_seldom(schedule: Schedule) -> list[int]:
     steps: dict[str, list[int]] = {level: [] for level in schedule.parameter_levels()}
     if first is not None:
         for step in range(first[0], first[0] + STEPS_LOOKED_AT):
-            level = schedule(step).parameters
-            if level is not None:
-                steps.setdefault(level, []).append(step)
+            due = schedule(step)
+            if due.parameters is not None and due.fragment in (None, first[1].fragment):
+                steps.setdefault(due.parameters, []).append(step)
     return min(steps.values(), key=len, default=[])
 
 

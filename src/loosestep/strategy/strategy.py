@@ -14,7 +14,9 @@ from loosestep.comm.reducers import (
     check_suits_gradients,
 )
 from loosestep.comm.reducers.reducer import check_policy, check_suits_parameters, policy_of
-from loosestep.errors import check_whole, choose
+from loosestep.errors import check_instance, check_whole, choose
+from loosestep.strategy.arrivals import Arrival, Delta
+from loosestep.strategy.fragments import Fragments
 from loosestep.strategy.outer import Outer, check_outer
 from loosestep.strategy.policies import (
     Buffers,
@@ -47,7 +49,9 @@ class Strategy:
     sharding: Sharding | None = None  # given: the optimizer must be sharded, and is kept so
     gradient_reducer: Reducer | None = None  # how gradients are; None: the backend's all-reduce
     outer: Outer | Mapping[str, Outer] | None = None  # on the widest level, or by level
+    fragments: Fragments | None = None  # the parts of a schedule that has some; None: by bytes
     overlap_steps: int = 0  # more: longer hidden behind training, applied later; 0: at once
+    arrival: Arrival = field(default_factory=Delta)  # what becomes of parameters then
     on_nonfinite: NonFinite | str = NonFinite.RAISE  # what if parameters hold infinities or NaN
 
     def __post_init__(self) -> None:
@@ -74,7 +78,7 @@ class Strategy:
                 f"{self.reducer} leaves in a replica what was not sent, and an outer optimizer "
                 "gives all replicas the same parameters; use ErrorFeedback(...) beside it"
             )
-        for part in (self.schedule, self.reducer, self.gradient_reducer, self.outer):
+        for part in (self.schedule, self.reducer, self.gradient_reducer, self.outer, self.fragments):
             if re.search(r" at 0x[0-9a-f]+", repr(part)):
                 raise TypeError(
                     f"{type(part).__name__} needs a __repr__ that is equal on all ranks, since "
@@ -82,6 +86,8 @@ class Strategy:
                 )
         check_whole("overlap_steps", self.overlap_steps, hint="0 averages at once")
         check_overlap(self.overlap_steps, most_seldom(self.schedule) if self.overlap_steps else [])
+        self._check_fragments()
+        self._check_arrival()
         object.__setattr__(self, "buffers", choose(Buffers, self.buffers))
         state = choose_state(self.optimizer_state)
         object.__setattr__(self, "optimizer_state", state)
@@ -91,14 +97,56 @@ class Strategy:
         check_policy(self.reducer, policy)
         check_can_overlap(self.overlap_steps, self.reducer, policy, state)
 
+    def _check_fragments(self) -> None:
+        """Raise where parts and the schedule of their turns do not fit each other."""
+        num, given = self.schedule.num_fragments, self.fragments
+        if given is not None:
+            check_instance("fragments", given, Fragments, "one such as Fragments(4), or None")
+        if given is not None and given.num != num:
+            raise ValueError(
+                f"the schedule has {num} fragments and fragments={given} has {given.num}; give "
+                f"schedule=streaming(period, {given.num})"
+            )
+        if num == 1:
+            return
+        one, other = most_seldom(self.schedule)[:2]
+        if self.overlap_steps >= other - one:
+            raise ValueError(
+                f"a fragment must arrive before it is launched again: overlap_steps is "
+                f"{self.overlap_steps}, and a fragment's period {other - one}; give "
+                f"overlap_steps <= {other - one - 1}"
+            )
+        if isinstance(self.outer, Mapping) or len(self.schedule.parameter_levels()) > 1:
+            raise ValueError(
+                "fragments have their turns on one level; give a schedule that averages on one, "
+                "and outer=nesterov() or another one without naming levels"
+            )
+
+    def _check_arrival(self) -> None:
+        """Raise where nothing arrives late, or nothing could be guessed."""
+        check_instance("arrival", self.arrival, Arrival, "one such as Delta() or Mix(0.5)")
+        if self.arrival != Delta() and not self.overlap_steps:
+            raise ValueError(
+                f"{self.arrival} is about averages that arrive later, and overlap_steps is 0; give "
+                "overlap_steps=5, or leave arrival away"
+            )
+        if self.arrival.guesses and not self.outer:
+            raise ValueError(
+                f"{self.arrival} takes at once what an outer optimizer makes of the own "
+                "difference, and there is none; give outer=nesterov(), or leave arrival away"
+            )
+
     def describe(self) -> str:
         """Return the strategy as one line, to be compared across ranks."""
         policies = (self.buffers, self.optimizer_state, self.initial, self.sharding)
-        overlap = f" overlap_steps={self.overlap_steps}" if self.overlap_steps else ""
+        overlap = ""
+        if self.overlap_steps:
+            overlap = f" overlap_steps={self.overlap_steps} {self.arrival}"
+        parts = f" {self.fragments}" if self.fragments else ""
         named = " ".join(str(policy) for policy in policies)
         gradients = "" if self.gradient_reducer is None else f" by {self.gradient_reducer}"
         outer = "" if not self.outer else f" outer={self.outer}"
-        return f"{self.schedule}{gradients} {self.reducer} {named}{overlap}{outer}"
+        return f"{self.schedule}{gradients} {self.reducer} {named}{parts}{overlap}{outer}"
 
     def outer_by_level(self, levels: Sequence[str]) -> Mapping[str, Outer]:
         """Return the outer optimizers of levels; one that is given alone is that of the widest."""
