@@ -110,7 +110,7 @@ class Replica:
     def parts(self, peers: Peers) -> Parts:
         """Return what a sync changes now; all of ``peers`` must ask together."""
         parts = self.weights()
-        if not self._averages_state:
+        if not self._optimizer_state.averages(self.sync):
             return parts
         shaped, steps = self._state(peers)
         return replace(parts, means=[*parts.means, *shaped], largest=[*parts.largest, *steps])
@@ -169,28 +169,19 @@ class Replica:
         """Return what the optimizer's state is kept by, with names."""
         return {parameter: name for name, parameter in self._parameters()}
 
-    @property
-    def _averages_state(self) -> bool:
-        """Whether the sync that comes now averages any of the optimizer's state."""
-        if isinstance(self._optimizer_state, StatePeriods):
-            return bool(self._optimizer_state.due(self.sync))
-        return self._optimizer_state is OptimizerState.AVERAGE
-
     def _state(self, peers: Peers) -> State:
         """Return the optimizer's state that a sync averages; all of ``peers`` must ask together.
 
         A rank whose batches have not used a parameter (an expert, say) has no state for it yet.
         What it would start from is known to the optimizer only, so such state is left out.
         """
-        if self._optimizer is None or not self._averages_state:
+        policy = self._optimizer_state
+        if self._optimizer is None or not policy.averages(self.sync):
             return [], []
-        shaped, steps = optimizer_state_of(self._optimizer, self._names())
-        if isinstance(self._optimizer_state, StatePeriods):
-            due = self._optimizer_state.due(self.sync)
-            shaped, steps = (
-                [(name, tensor) for name, tensor in kind if name.rpartition(".")[2] in due]
-                for kind in (shaped, steps)
-            )
+        shaped, steps = (
+            [(name, t) for name, t in kind if policy.averages(self.sync, name.rpartition(".")[2])]
+            for kind in optimizer_state_of(self._optimizer, self._names())
+        )
         peers = peers.during(Phase("agreeing which optimizer state to average"))
         common = {name for name, _ in in_common(peers, [*shaped, *steps])}
         return [s for s in shaped if s[0] in common], [s for s in steps if s[0] in common]
