@@ -17,6 +17,7 @@ from loosestep.comm.group import Group, peers_of, require_process_group, world_g
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers import Mean, NonFinite, Reducer, check_reducer
 from loosestep.comm.reducers.reducer import check_policy
+from loosestep.comm.sharded_types import check_not_old_fsdp
 from loosestep.comm.tensors import Named, unique
 from loosestep.comm.torch_versions import broadcast_buffers
 from loosestep.compat.parameters import Parameters, get_params_to_average, model_has_buffers
@@ -292,6 +293,7 @@ def _check_options(process_group: object, options: Options) -> None:
         check_instance("process_group", process_group, dist.ProcessGroup, "a process group or None")
     if (module := options.get("module")) is not None:
         check_instance("module", module, torch.nn.Module, "a module such as model")
+        check_not_old_fsdp(module)
     if (clock := options.get("clock")) is not None:
         check_instance("clock", clock, Clock, "a Clock such as Clock()")
     if (telemetry := options.get("telemetry")) is not None:
