@@ -1,7 +1,8 @@
 """Averages of many small tensors, where every tensor's own cost counts for more than its bytes.
 
 The averager binds tensors at the first sync and looks at each of them at every later one; its
-first sync is a row of its own.
+first sync is a row of its own. ``attach`` does the same behind ``optimizer.step()``, which has
+nothing to step here: no parameter has a gradient.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import time
 import warnings
 from functools import partial
 
+import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.model_averaging.utils as in_tree
 
 from benchmarks.contenders import Contender, alternate, parameters, rows
 from benchmarks.report import Row
-from loosestep import PeriodicModelAverager
+from loosestep import PeriodicModelAverager, attach, post_local_sgd
 from loosestep.comm.group import world_group
 from loosestep.testing import run_ranks
 
@@ -49,11 +51,14 @@ def measure(rounds: int, count: int, size: int) -> tuple[dict[str, list[float]],
     """Return seconds of later syncs by contender, and milliseconds of our first one."""
     warnings.simplefilter("ignore")
     # Apart: in-tree code gives parameters new memory at every average.
-    theirs, ours = (parameters([(size,)] * count) for _ in range(2))
+    theirs, ours, attached = (parameters([(size,)] * count) for _ in range(3))
     averager = PeriodicModelAverager(1)
+    optimizer = torch.optim.SGD(attached[:1])
+    attach(torch.nn.ParameterList(attached), optimizer, post_local_sgd(1, gradients=None))
     contenders: dict[str, Contender] = {
         "in-tree": lambda: in_tree.average_parameters(iter(theirs), world_group()),
         "loosestep": partial(averager.average_parameters, ours),
+        "loosestep, attach": optimizer.step,
     }
     dist.barrier()
     began = time.perf_counter()

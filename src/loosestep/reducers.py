@@ -1,5 +1,6 @@
 """How a buffer becomes its group's mean: the reducers, and what is needed to write one."""
 
+from loosestep.comm.peers import Message, Peers, Transfer
 from loosestep.comm.reducers import (
     NOTHING,
     Cast,
@@ -19,8 +20,10 @@ from loosestep.comm.reducers import (
     State,
     Ternary,
     TopK,
+    Traffic,
     TwoLevel,
 )
+from loosestep.comm.tensors import Named
 
 __all__ = [
     "NOTHING",
@@ -32,7 +35,10 @@ __all__ = [
     "Int4",
     "Int8",
     "Mean",
+    "Message",
+    "Named",
     "Native",
+    "Peers",
     "Place",
     "Reducer",
     "ReplicaFeedback",
@@ -41,5 +47,7 @@ __all__ = [
     "State",
     "Ternary",
     "TopK",
+    "Traffic",
+    "Transfer",
     "TwoLevel",
 ]

@@ -18,7 +18,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # ```python run        two ranks
 # ```python run 4      four
-RUNNABLE = re.compile(r"^```python run ?(?P<ranks>\d*)\n(?P<source>.*?)^```$", re.M | re.S)
+# ```python continued  goes on where the block before it ends
+BLOCK = r"(?P<source>.*?)^```$(?P<more>(?:\n+^```python continued\n.*?^```$)*)"
+RUNNABLE = re.compile(rf"^```python run ?(?P<ranks>\d*)\n{BLOCK}", re.M | re.S)
+FENCES = re.compile(r"^```.*$", re.M)
 LINK = re.compile(r"\]\((?!https?:)(?P<target>[^)#]+)")
 DOCUMENTS = ("concepts", "guide", "migration", "recipes", "wire", "zero")
 MODULES = sorted(
@@ -33,7 +36,8 @@ def examples() -> list[Any]:
         for match in RUNNABLE.finditer(text):
             line = text.count("\n", 0, match.start()) + 2
             place = f"{page.relative_to(ROOT)}:{line}"
-            found.append(pytest.param(place, int(match["ranks"] or 2), match["source"], id=place))
+            source = match["source"] + FENCES.sub("", match["more"])
+            found.append(pytest.param(place, int(match["ranks"] or 2), source, id=place))
     return found
 
 
@@ -61,6 +65,17 @@ def test_example_runs(pool: RankPool, tmp_path: Path, place: str, ranks: int, so
 def test_examples_are_found():
     pages = {parameters.values[0].split(":")[0] for parameters in examples()}
     assert pages == {f"docs/{page}.md" for page in DOCUMENTS}
+
+
+@pytest.mark.fast
+def test_a_reducer_of_ones_own_is_short():
+    """No block of its chapter has 25 lines, and all of them run, one after the other."""
+    text = (ROOT / "docs" / "wire.md").read_text().partition("\n## A reducer of your own\n")[2]
+    blocks = re.findall(r"^```python.*?\n(.*?)^```$", text, re.M | re.S)
+    assert len(blocks) == 4
+    assert all(block.count("\n") < 25 for block in blocks)
+    run = [match for match in RUNNABLE.finditer(text) if match["more"]]
+    assert len(run) == 2
 
 
 @pytest.mark.fast

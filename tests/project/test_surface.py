@@ -34,8 +34,8 @@ post_localSGD_hook post_local_sgd slowmo snoo zero
 """.split()
 OUTER = "Outer nesterov slowmo".split()
 REDUCERS = """
-Cast ErrorFeedback Handle Hosts Int2 Int4 Int8 Mean NOTHING Native Place Reducer ReplicaFeedback
-Resident Rounding State Ternary TopK TwoLevel
+Cast ErrorFeedback Handle Hosts Int2 Int4 Int8 Mean Message NOTHING Named Native Peers Place Reducer
+ReplicaFeedback Resident Rounding State Ternary TopK Traffic Transfer TwoLevel
 """.split()
 SCHEDULES = "Due Schedule after always every levels".split()
 

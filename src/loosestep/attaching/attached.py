@@ -115,7 +115,8 @@ class Attached:
             self._settle(undo, scaler, timeout)
             self._hook(undo, scaler)
             self._undo = undo.pop_all()
-        announce(self.strategy, self.topology, self.model, self._engine.nbytes)
+        engine = self._engine
+        announce(self.strategy, self.topology, self.model, engine.replica, engine.nbytes)
 
     def _settle(
         self, undo: ExitStack, scaler: torch.amp.GradScaler | None, timeout: float | None

@@ -63,6 +63,13 @@ class ShardGradients:
             )
         return Given(self._parameters, self._parts)
 
+    def borrowed(self) -> Given:
+        """Raise: each rank has its own part only."""
+        raise RuntimeError(
+            "Join cannot be used under attach: gradients go to their owners there and cannot be "
+            "borrowed; give all ranks the same number of batches"
+        )
+
     def _trained(self) -> list[torch.Tensor]:
         return [p for p in self._zero.parameters if p.requires_grad]
 

@@ -251,12 +251,7 @@ class ZeroRedundancyOptimizer(in_torch.ZeroRedundancyOptimizer):
     @property
     def in_backward(self) -> InBackward:
         """The part that hooks talk to; an error where the optimizer was not made for them."""
-        if not isinstance(self._stepper, InBackward):
-            raise ValueError(
-                "this ZeroRedundancyOptimizer steps at step(), not inside backward; make it with "
-                "overlap_with_ddp=True"
-            )
-        return self._stepper
+        return self._stepper.in_backward
 
     # State.
 

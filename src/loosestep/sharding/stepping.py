@@ -37,6 +37,9 @@ class Gradients(Protocol):
     def given(self) -> Given:
         """Return what there is; all ranks of the group ask together."""
 
+    def borrowed(self) -> Given:
+        """Return this rank's part of the others', for a step for which it has no batch."""
+
     def held(self) -> list[torch.Tensor]:
         """Return every tensor on this rank that holds gradients, to be scaled."""
 
@@ -79,6 +82,10 @@ class Sharded(Protocol):
 
 class Stepper(Protocol):
     """When the step happens."""
+
+    @property
+    def in_backward(self) -> InBackward:
+        """The part that hooks talk to."""
 
     def step(self, closure: Closure | None, kwargs: dict[str, Any]) -> float | None:
         """Do what ``optimizer.step()`` is to do; ``kwargs`` are for the wrapped optimizer."""
@@ -178,6 +185,14 @@ class AtStep:
     def __init__(self, zero: Sharded) -> None:
         self._zero = zero
 
+    @property
+    def in_backward(self) -> InBackward:
+        """Raise: no hook steps."""
+        raise ValueError(
+            "this ZeroRedundancyOptimizer steps at step(), not inside backward; make it with "
+            "overlap_with_ddp=True"
+        )
+
     def step(self, closure: Closure | None, kwargs: dict[str, Any]) -> float | None:
         """Step this rank's shard, then gather."""
         zero = self._zero
@@ -192,11 +207,6 @@ class AtStep:
     def shadow(self) -> None:
         """Step with the others' gradients."""
         gradients = self._zero.gradients
-        if not isinstance(gradients, WholeGradients):
-            raise RuntimeError(
-                "Join cannot be used under attach: gradients go to their owners there and cannot "
-                "be borrowed; give all ranks the same number of batches"
-            )
         self._step(gradients.borrowed(), None, {})
         gradients.clear()
 
@@ -280,6 +290,11 @@ class InBackward:
         self._zero, self._scaler = zero, scaler
         self._stepped = False
         self.shadowed: Callable[[], None] | None = None  # what is left when no backward runs
+
+    @property
+    def in_backward(self) -> InBackward:
+        """Itself."""
+        return self
 
     def finished(self) -> None:
         """Say that a backward has stepped."""

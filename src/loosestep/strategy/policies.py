@@ -24,6 +24,10 @@ class OptimizerState(enum.Enum):
     AVERAGE = "average"  # floats are averaged with the parameters, counters take the largest value
     RESET = "reset"  # dropped, so that the optimizer starts afresh
 
+    def averages(self, sync: int, key: str | None = None) -> bool:
+        """Say whether a sync averages the state of that key (None: of any)."""
+        return self is OptimizerState.AVERAGE
+
 
 @dataclass(frozen=True)
 class StatePeriods:
@@ -38,6 +42,11 @@ class StatePeriods:
     def due(self, sync: int) -> frozenset[str]:
         """Return the keys that are averaged at a sync, counted from 1."""
         return frozenset(key for key, period in self.syncs if sync % period == 0)
+
+    def averages(self, sync: int, key: str | None = None) -> bool:
+        """Say whether a sync averages the state of that key (None: of any)."""
+        due = self.due(sync)
+        return bool(due) if key is None else key in due
 
 
 def choose_state(

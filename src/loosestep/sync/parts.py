@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import is_, itemgetter, methodcaller
+from typing import Any
 
 import torch
 
@@ -29,9 +32,63 @@ def unwrap_compiled(module: torch.nn.Module) -> torch.nn.Module:
     return getattr(module, "_orig_mod", module)
 
 
-def buffers_of(module: torch.nn.Module) -> list[Named]:
-    """Return the module's buffers by name, also those that are not saved."""
-    return [(f"{BUFFER}{name}", buffer) for name, buffer in module.named_buffers()]
+class ModuleTensors:
+    """A module's parameters and buffers by name: listed once, and anew where the module changed.
+
+    The look at every sync compares what the module and its parts hold, by identity; to walk the
+    module costs ten times as much. One that lists its tensors in a way of its own (TorchScript,
+    FSDP1) is walked.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._parts: list[dict[str, Any]] = []  # attributes of the module and of all that are in it
+        self._names: list[str] = []  # under which they hold things,
+        self._things: list[object] = []  # which,
+        self._counts: list[int] = []  # and how many of each kind
+        self._parameters: list[Named] = []
+        self._buffers: list[Named] = []
+
+    def listed(self) -> tuple[list[Named], list[Named]]:
+        """Return parameters and buffers: the same two lists as long as nothing has changed."""
+        if not self._parts or not self._holds_the_same():
+            walked = _is_walked(self._module)
+            self._parts = [] if walked else [vars(part) for part in self._module.modules()]
+            self._names = list(itertools.chain.from_iterable(self._tables()))
+            self._things = list(self._values())
+            self._counts = list(map(len, self._tables()))
+            self._parameters = list(self._module.named_parameters())
+            named = self._module.named_buffers()  # also those that are not saved
+            self._buffers = [(f"{BUFFER}{name}", buffer) for name, buffer in named]
+        return self._parameters, self._buffers
+
+    def _holds_the_same(self) -> bool:
+        # By loops in C, as in Places.hold: a module may have 20,000 tensors.
+        return (
+            list(map(len, self._tables())) == self._counts
+            and all(map(is_, self._values(), self._things))
+            and list(itertools.chain.from_iterable(self._tables())) == self._names
+        )
+
+    def _tables(self) -> Iterator[dict[str, object]]:
+        return itertools.chain.from_iterable(map(_TABLES, self._parts))
+
+    def _values(self) -> Iterator[object]:
+        return itertools.chain.from_iterable(map(methodcaller("values"), self._tables()))
+
+
+_TABLES = itemgetter("_parameters", "_buffers", "_modules")
+
+
+def _is_walked(module: torch.nn.Module) -> bool:
+    """Say whether a module's tensors are not simply those of the tables of its parts."""
+    base, parts = torch.nn.Module, list(module.modules())
+    own = (
+        getattr(module.named_parameters, "__func__", None) is not base.named_parameters
+        or getattr(module.named_buffers, "__func__", None) is not base.named_buffers
+        or any(type(part).named_modules is not base.named_modules for part in parts)
+    )
+    return own or any(isinstance(part, torch.jit.ScriptModule) for part in parts)
 
 
 def always_exact(name: str) -> bool:

@@ -6,7 +6,7 @@ ranks of its group hold the same parameters and own a part of them each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,7 +22,7 @@ from loosestep.strategy.strategy import Strategy
 from loosestep.strategy.topology import Topology
 from loosestep.sync.averager import Agreed, Averager
 from loosestep.sync.connected import ConnectedTopology
-from loosestep.sync.parts import ACROSS, Parts, buffers_of, optimizer_state_of, split_floats
+from loosestep.sync.parts import ACROSS, ModuleTensors, Parts, optimizer_state_of, split_floats
 from loosestep.sync.pipeline import Averaging
 from loosestep.telemetry.traffic import Traffic
 
@@ -54,24 +54,29 @@ class AveragerOf(Protocol):
 class Replica:
     """Parameters on one rank, a module's buffers and an optimizer's state.
 
-    ``parameters`` returns all there are now, each once, frozen ones too.
+    ``parameters`` returns all there are now, each once, frozen ones too, and the same list as long
+    as they are the same; None: they are the module's.
     """
 
     def __init__(
         self,
-        parameters: Callable[[], Iterable[Named]],
+        parameters: Callable[[], list[Named]] | None,
         module: torch.nn.Module | None,
         optimizer: torch.optim.Optimizer | None = None,
         *,
         buffers: Buffers = Buffers.MEAN,
         optimizer_state: OptimizerState | StatePeriods = OptimizerState.KEEP,
     ) -> None:
-        self._all_parameters, self._module, self._optimizer = parameters, module, optimizer
+        self._given, self._optimizer = parameters, optimizer
+        self._of_module = None if module is None else ModuleTensors(module)
         self._buffers, self._optimizer_state = buffers, optimizer_state
         self.sync = 1  # which one on its level comes now: some state is averaged at few of them
-        self._given: Iterable[Named] = ()  # what ``parameters`` returned last,
-        self._flags: list[bool] = []  # which of it was trained,
+        self._listed: list[Named] = []  # the parameters that there were last,
+        self._flags: list[bool] = []  # which of them were trained,
         self._trained: list[Named] = []  # and those
+        self._buffers_listed: list[Named] = []  # the buffers that there were last,
+        self._dtypes: list[torch.dtype] = []  # of which dtypes,
+        self._weights: Parts | None = None  # and what a sync makes of both
 
     @property
     def sharded(self) -> ShardedReplica | None:
@@ -82,18 +87,30 @@ class Replica:
         """Make the groups that averages need beside those of the levels: none; collective."""
 
     def weights(self) -> Parts:
-        """Return what a sync changes beside the optimizer's state."""
-        parameters, buffers = self._parameters(), self._module_buffers()
+        """Return what a sync changes beside the optimizer's state: the same until it changes."""
+        before, (parameters, buffers) = self._trained, self._tensors()
+        trained, dtypes = self._only_trained(parameters), [b.dtype for _, b in buffers]
+        if (
+            self._weights is None
+            or trained is not before
+            or buffers is not self._buffers_listed
+            or dtypes != self._dtypes
+        ):
+            self._buffers_listed, self._dtypes = buffers, dtypes
+            self._weights = self._parts_of(trained, buffers)
+        return self._weights
+
+    def _parts_of(self, parameters: list[Named], buffers: list[Named]) -> Parts:
         if self._buffers is Buffers.MEAN:
             floats, counters = split_floats(buffers)
             return Parts([*parameters, *floats], counters)
-        asked = self._buffers is Buffers.BROADCAST and self._module is not None
+        asked = self._buffers is Buffers.BROADCAST and self._of_module is not None
         return Parts(parameters, firsts=buffers if asked else None)
 
     def parts(self, peers: Peers) -> Parts:
         """Return what a sync changes now; all of ``peers`` must ask together."""
         parts = self.weights()
-        if not self._averages_state:
+        if not self._optimizer_state.averages(self.sync):
             return parts
         shaped, steps = self._state(peers)
         return replace(parts, means=[*parts.means, *shaped], largest=[*parts.largest, *steps])
@@ -110,18 +127,19 @@ class Replica:
 
     def everything(self) -> list[Named]:
         """Return all parameters and buffers, also those that no sync changes."""
-        return [*self._all_parameters(), *self._module_buffers()]
+        parameters, buffers = self._tensors()
+        return [*parameters, *buffers]
 
     def touched(self) -> list[torch.Tensor]:
         """Return every tensor of the model that averaging may change."""
-        named = [*self.weights().everything, *self._module_buffers()]
+        named = [*self.weights().everything, *self._tensors()[1]]
         return [tensor for _, tensor in unique(named)]
 
     def by_name(self) -> dict[str, torch.Tensor]:
         """Return everything that a sync may ever change, frozen parameters too."""
         if self._optimizer is None:
             return dict(self.everything())
-        names = {parameter: name for name, parameter in self._all_parameters()}
+        names = {parameter: name for name, parameter in self._tensors()[0]}
         shaped, steps = optimizer_state_of(self._optimizer, names)
         return dict([*self.everything(), *shaped, *steps])
 
@@ -133,27 +151,23 @@ class Replica:
 
     def _parameters(self) -> list[Named]:
         """Return those that are trained; the same list as long as they are the same."""
-        given = self._all_parameters()
-        named = given if isinstance(given, list) else list(given)
+        return self._only_trained(self._tensors()[0])
+
+    def _only_trained(self, named: list[Named]) -> list[Named]:
         flags = [parameter.requires_grad for _, parameter in named]
-        if named is not self._given or flags != self._flags:
-            self._given, self._flags = named, flags
+        if named is not self._listed or flags != self._flags:
+            self._listed, self._flags = named, flags
             self._trained = [pair for pair, trained in zip(named, flags, strict=True) if trained]
         return self._trained
 
-    def _module_buffers(self) -> list[Named]:
-        return [] if self._module is None else buffers_of(self._module)
+    def _tensors(self) -> tuple[list[Named], list[Named]]:
+        """Return all parameters and buffers, each the same list as long as they are the same."""
+        parameters, buffers = ([], []) if self._of_module is None else self._of_module.listed()
+        return (parameters if self._given is None else self._given()), buffers
 
     def _names(self) -> dict[torch.Tensor, str]:
         """Return what the optimizer's state is kept by, with names."""
         return {parameter: name for name, parameter in self._parameters()}
-
-    @property
-    def _averages_state(self) -> bool:
-        """Whether the sync that comes now averages any of the optimizer's state."""
-        if isinstance(self._optimizer_state, StatePeriods):
-            return bool(self._optimizer_state.due(self.sync))
-        return self._optimizer_state is OptimizerState.AVERAGE
 
     def _state(self, peers: Peers) -> State:
         """Return the optimizer's state that a sync averages; all of ``peers`` must ask together.
@@ -161,15 +175,13 @@ class Replica:
         A rank whose batches have not used a parameter (an expert, say) has no state for it yet.
         What it would start from is known to the optimizer only, so such state is left out.
         """
-        if self._optimizer is None or not self._averages_state:
+        policy = self._optimizer_state
+        if self._optimizer is None or not policy.averages(self.sync):
             return [], []
-        shaped, steps = optimizer_state_of(self._optimizer, self._names())
-        if isinstance(self._optimizer_state, StatePeriods):
-            due = self._optimizer_state.due(self.sync)
-            shaped, steps = (
-                [(name, tensor) for name, tensor in kind if name.rpartition(".")[2] in due]
-                for kind in (shaped, steps)
-            )
+        shaped, steps = (
+            [(name, t) for name, t in kind if policy.averages(self.sync, name.rpartition(".")[2])]
+            for kind in optimizer_state_of(self._optimizer, self._names())
+        )
         peers = peers.during(Phase("agreeing which optimizer state to average"))
         common = {name for name, _ in in_common(peers, [*shaped, *steps])}
         return [s for s in shaped if s[0] in common], [s for s in steps if s[0] in common]
@@ -180,7 +192,7 @@ def replica_of(
 ) -> Replica:
     """Return a model and its optimizer as what takes part, by a strategy's policies."""
     return Replica(
-        model.named_parameters,
+        None,
         model,
         optimizer,
         buffers=choose(Buffers, strategy.buffers),
@@ -204,9 +216,7 @@ class ShardedReplica(Replica):
     ) -> None:
         buffers = choose(Buffers, strategy.buffers)
         state = choose_state(strategy.optimizer_state)
-        super().__init__(
-            model.named_parameters, model, zero, buffers=buffers, optimizer_state=state
-        )
+        super().__init__(None, model, zero, buffers=buffers, optimizer_state=state)
         self._strategy, self._topology = strategy, topology
         if strategy.overlap_steps:
             raise NotAttachable(

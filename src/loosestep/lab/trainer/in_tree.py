@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -21,36 +20,17 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
 )
-from torch.distributed.algorithms.model_averaging.averagers import (
-    ModelAverager,
-    PeriodicModelAverager,
-)
-from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import (
-    HierarchicalModelAverager,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 from loosestep.comm.reducers import Native
 from loosestep.lab.trainer.mistakes import BadInput
-from loosestep.lab.trainer.plans import Hierarchical, Plan, PostLocal
+from loosestep.lab.trainer.plans import Plan
 from loosestep.lab.trainer.sharing import OptimizerPlan
 from loosestep.strategy.topology import Topology
 from loosestep.sync.averager import average_
 from loosestep.telemetry import SyncRecord, Telemetry
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
-
-
-def make_averager(plan: Plan, topology: Topology) -> ModelAverager | None:
-    """Return PyTorch's averager; None: nothing is averaged."""
-    if isinstance(plan, PostLocal):
-        return PeriodicModelAverager(plan.period, plan.warmup_steps)
-    if isinstance(plan, Hierarchical):
-        sizes = OrderedDict(
-            (period, len(topology.members(level))) for level, period in plan.periods.items()
-        )
-        return HierarchicalModelAverager(sizes)  # type: ignore[no-untyped-call]
-    return None
 
 
 class InTree:
@@ -73,7 +53,7 @@ class InTree:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what they deprecate among themselves
             self.model: torch.nn.Module = DistributedDataParallel(model)
-            self._averager = make_averager(plan, topology)
+            self._averager = plan.averager(lambda level: len(topology.members(level)))
         self.optimizer = optimizer.make()
         self.model.register_comm_hook(*self._hook())
         self._numel = sum(p.numel() for p in model.parameters())

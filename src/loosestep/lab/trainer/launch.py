@@ -187,7 +187,7 @@ def _environment(orders: Orders, rank: Rank, here: dict[str, str]) -> dict[str, 
 
 def free_port(place: Place) -> int:
     """Return a port that nobody uses now; in a namespace of its own any will do."""
-    if not isinstance(place, ThisMachine):
+    if place.entry(0) is not None:
         return 29_500
     asked = os.environ.get("MASTER_PORT", "0")
     if not asked.isdecimal() or int(asked) > 65_535:

@@ -1,4 +1,4 @@
-"""What PyTorch itself has, as contenders before there are workers. Nothing here needs torch.
+"""What PyTorch itself has, as contenders before there are workers: torch is imported by those.
 
 torch-ddp
 torch-post-local:period=8,warmup=0
@@ -7,7 +7,12 @@ torch-hierarchical:host=4,world=8
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
 
 class Plan:
@@ -18,6 +23,10 @@ class Plan:
 
     def due(self, step: int) -> str | None:
         """Return the level that averages after so many steps, counted from 0."""
+        return None
+
+    def averager(self, size_of: Callable[[str], int]) -> ModelAverager | None:
+        """Return PyTorch's averager, where levels have so many ranks; None: nothing is averaged."""
         return None
 
 
@@ -38,6 +47,12 @@ class PostLocal(Plan):
         since = step - self.warmup_steps
         return "world" if since >= 0 and since % self.period == 0 else None
 
+    def averager(self, size_of: Callable[[str], int]) -> ModelAverager:
+        """Return the one that averages over the world."""
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+        return PeriodicModelAverager(self.period, self.warmup_steps)
+
 
 class Hierarchical(Plan):
     """In-host gradients, and a HierarchicalModelAverager."""
@@ -52,6 +67,15 @@ class Hierarchical(Plan):
         """Follow the averager: the widest level that is due."""
         due = [level for level, period in self.periods.items() if step % period == 0]
         return due[-1] if due else None
+
+    def averager(self, size_of: Callable[[str], int]) -> ModelAverager:
+        """Return the one that averages over levels."""
+        from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import (
+            HierarchicalModelAverager,
+        )
+
+        sizes = OrderedDict((period, size_of(level)) for level, period in self.periods.items())
+        return HierarchicalModelAverager(sizes)  # type: ignore[no-untyped-call]
 
 
 CONTENDERS: dict[str, Callable[..., Plan]] = {

@@ -29,7 +29,7 @@ def plain_reducer(wire: Wire) -> Reducer:
 def parameter_reducer(wire: Wire) -> Reducer:
     """Return the reducer for parameters: one copy a host, which then travels by the wire."""
     inner = plain_reducer(wire)
-    if isinstance(inner, Resident):
+    if wire.reducer == "Resident":
         return inner
     if inner.leaves_apart:  # a host must be one replica
         return TwoLevel(inner, hosts="agree")
