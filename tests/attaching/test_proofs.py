@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from loosestep import (
+    Sharding,
     Strategy,
     Topology,
     ZeroRedundancyOptimizer,
@@ -26,9 +27,10 @@ from loosestep import (
     post_local_sgd,
     slowmo,
     snoo,
+    streaming_diloco,
     zero,
 )
-from loosestep.outer import nesterov
+from loosestep.outer import Delta, Eager, Mix, nesterov
 from loosestep.reducers import Mean
 from loosestep.schedules import every
 from loosestep.strategy import recipes
@@ -121,6 +123,39 @@ def make_desloc(topology: Topology) -> Strategy:
     return desloc(2, optimizer_state={"momentum_buffer": 2}, topology=topology)
 
 
+def make_streaming(topology: Topology) -> Strategy:
+    return streaming_diloco(6, 3, topology=topology, overlap_steps=0)
+
+
+def make_streaming_late(topology: Topology) -> Strategy:
+    """Return it with several parts under way at once."""
+    return streaming_diloco(6, 3, topology=topology, overlap_steps=5)
+
+
+def make_streaming_mixed(topology: Topology) -> Strategy:
+    return streaming_diloco(4, 2, topology=topology, overlap_steps=1, arrival=Mix(0.25))
+
+
+def make_streaming_eager(topology: Topology) -> Strategy:
+    return streaming_diloco(4, 2, topology=topology, overlap_steps=3, arrival=Eager())
+
+
+def make_streaming_plain(topology: Topology) -> Strategy:
+    """Return local SGD in parts: without an outer optimizer."""
+    late = streaming_diloco(4, 2, topology=topology, overlap_steps=3)
+    return dataclasses.replace(late, outer=None, arrival=Delta())
+
+
+def make_zero_streaming(topology: Topology) -> Strategy:
+    late = streaming_diloco(6, 3, gradients="pair", topology=topology, overlap_steps=3)
+    return dataclasses.replace(late, sharding=Sharding())
+
+
+def make_zero_overlapped(topology: Topology) -> Strategy:
+    late = post_local_sgd(3, gradients="pair", topology=topology, overlap_steps=2)
+    return dataclasses.replace(late, sharding=Sharding())
+
+
 def make_zero_diloco(topology: Topology) -> Strategy:
     return dataclasses.replace(make_zero_periodic(topology), outer=nesterov())
 
@@ -138,9 +173,16 @@ RECIPES: dict[str, Make] = {
     "zero, hierarchical": make_zero_hierarchical,
     "zero, post-local": make_post_local,
     "zero, diloco": make_zero_diloco,
+    "zero, overlapped": make_zero_overlapped,
+    "zero, streaming_diloco": make_zero_streaming,
     "diloco": make_diloco,
     "diloco, overlapped": make_diloco_overlapped,
     "diloco of levels": make_diloco_of_levels,
+    "streaming_diloco": make_streaming,
+    "streaming_diloco, late": make_streaming_late,
+    "streaming_diloco, mixed": make_streaming_mixed,
+    "streaming_diloco, eager": make_streaming_eager,
+    "local sgd in parts": make_streaming_plain,
     "slowmo": make_slowmo,
     "snoo": make_snoo,
     "muloco": make_muloco,

@@ -54,10 +54,11 @@ from loosestep import (
     schedules,
     slowmo,
     snoo,
+    streaming_diloco,
     zero,
 )
 from loosestep.compat.averagers import Options
-from loosestep.outer import Outer, nesterov
+from loosestep.outer import Delta, Mix, Outer, nesterov
 from loosestep.reducers import (
     Cast,
     ErrorFeedback,
@@ -73,7 +74,16 @@ from loosestep.reducers import (
     TopK,
     TwoLevel,
 )
-from loosestep.schedules import Due, after, always, every, levels
+from loosestep.schedules import (
+    Due,
+    Fragments,
+    after,
+    always,
+    every,
+    fragments_of,
+    levels,
+    streaming,
+)
 from loosestep.sync.averager import Averager
 from loosestep.sync.connected import ConnectedTopology
 from loosestep.testing import RankPool, RecordingReducer, run_ranks
@@ -137,7 +147,9 @@ PURE: dict[str, Case] = {
             "sharding": None,
             "gradient_reducer": None,
             "outer": None,
+            "fragments": None,
             "overlap_steps": 0,
+            "arrival": Delta(),
             "on_nonfinite": "raise",
         },
     ),
@@ -180,6 +192,10 @@ PURE: dict[str, Case] = {
         },
     ),
     "diloco": (diloco, {"period": 4, **OUTER_RECIPE, "optimizer_state": "keep"}),
+    "streaming_diloco": (
+        streaming_diloco,
+        {"period": 4, "num_fragments": 2, **OUTER_RECIPE, "fragments": None, "arrival": None},
+    ),
     "slowmo": (slowmo, {"period": 4, **OUTER_RECIPE}),
     "snoo": (
         snoo,
@@ -218,13 +234,20 @@ PURE: dict[str, Case] = {
         Outer,
         {"optimizer": torch.optim.SGD, "scheduler": None, "device": None, "lr": 0.7},
     ),
+    "outer.Mix": (Mix, {"alpha": 0.5}),
     "outer.nesterov": (nesterov, {"lr": 0.7, "momentum": 0.9}),
     "outer.slowmo": (loosestep.outer.slowmo, {"lr": 1.0, "momentum": 0.5}),
     "every": (every, {"period": 4, "level": "world", "gradients": None}),
     "levels": (levels, {"periods": {"world": 4}, "gradients": None}),
     "always": (always, {"gradients": None, "parameters": None}),
     "after": (after, {"start": 3, "then": every(4), "before": None}),
-    "Due": (Due, {"gradients": None, "parameters": "world"}),
+    "streaming": (
+        streaming,
+        {"period": 4, "num_fragments": 2, "level": "world", "gradients": None},
+    ),
+    "Fragments": (Fragments, {"num": 2, "whole": None}),
+    "fragments_of": (fragments_of, {"names": [["a"], ["b"]]}),
+    "Due": (Due, {"gradients": None, "parameters": "world", "fragment": None}),
     "Clock": (Clock, {"step": 0}),
     "Native": (Native, {"op": torch.distributed.ReduceOp.SUM}),
     "Int8": (

@@ -35,10 +35,10 @@ def test_after_by_hand() -> None:
 
 
 def test_next_sync() -> None:
-    """The next due step and its level, or None where parameters are never averaged."""
+    """The next due step and what is due, or None where parameters are never averaged."""
     schedule = post_local_sgd(4, warmup_steps=10).schedule
-    assert next_sync(schedule, 0) == (14, "world")
-    assert next_sync(schedule, 14) == (18, "world")
+    assert next_sync(schedule, 0) == (14, Due("host", "world"))
+    assert next_sync(schedule, 14) == (18, Due("host", "world"))
     assert next_sync(always(gradients="world"), 0) is None
 
 

@@ -28,7 +28,6 @@ from loosestep import (
     RankMismatch,
     Strategy,
     Topology,
-    ZeroRedundancyOptimizer,
     attach,
     hierarchical_sgd,
     post_local_sgd,
@@ -337,7 +336,6 @@ def refuse() -> list[str]:
         lambda: PeriodicModelAverager(3, overlap_steps=4),
         lambda: HierarchicalModelAverager({3: 1, 4: 2}, overlap_steps=5),
         lambda: PeriodicModelAverager(3, overlap_steps=-1),
-        lambda: shard(),
     ]
     texts = []
     for make in made:
@@ -348,22 +346,12 @@ def refuse() -> list[str]:
     return texts
 
 
-def shard() -> None:
-    net, topology = make_net(), Topology.from_sizes({"host": 2, "world": 2})
-    zero = ZeroRedundancyOptimizer(
-        net.parameters(), torch.optim.SGD, process_group=topology.process_group("host"), lr=0.1
-    )
-    strategy = hierarchical_sgd({"world": 4}, gradients="host", topology=topology, overlap_steps=2)
-    attach(net, zero, strategy)
-
-
 def test_what_cannot_overlap_is_refused_on_every_rank(pool: RankPool) -> None:
-    """Averagers refuse periods that are too short, and attach a sharded optimizer."""
-    for periodic, hierarchical, negative, sharded in pool.run(2, refuse):
+    """Averagers refuse periods that are too short."""
+    for periodic, hierarchical, negative in pool.run(2, refuse):
         assert "at steps 0 and 3; give overlap_steps <= 3" in periodic
         assert "at steps 4 and 8; give overlap_steps <= 4" in hierarchical
         assert "got -1" in negative
-        assert "overlap_steps=2 needs an optimizer that is not sharded" in sharded
 
 
 def disagree(way: str) -> str:
@@ -428,8 +416,8 @@ def test_the_one_under_way_lands_before_the_next_is_launched(pool: RankPool) -> 
 def two_under_way() -> tuple[list[int], list[float], int]:
     overlap, averager = Overlap(2, most=2), Averager(peers_of(world_group()))
     left, right = torch.zeros(3), torch.full((2,), float(dist.get_rank()))
-    overlap.launch(averager, Parts([("left", left)]), 1, "world")
-    overlap.launch(averager, Parts([("right", right)]), 2, "world")
+    overlap.launch([(averager, Parts([("left", left)]))], 1, "world")
+    overlap.launch([(averager, Parts([("right", right)]))], 2, "world")
     assert overlap.is_full
     assert not overlap.is_due(2)
     assert overlap.is_due(3)

@@ -134,7 +134,7 @@ class Attached:
         )
         ranks, members = self.topology.ranks, self.topology.members
         self._levels_of_all = [name for name in self.topology.levels if members(name) == ranks]
-        replica = self._make_replica(scaler)
+        replica = self._make_replica(scaler, averaging)
         self._engine = self._make_engine(replica, averaging)
         undo.callback(self._engine.close)
         # First: ranks whose strategies differ need not make the same groups.
@@ -313,7 +313,7 @@ class Attached:
         local = self._sharing.due.gradients not in self._levels_of_all
         step = self.clock.tick()
         due = self._sharing.due = self.strategy.schedule(step)
-        self._engine.follow(due.parameters, step, local=local)
+        self._engine.follow(due.parameters, step, fragment=due.fragment, local=local)
         self._follow_gradients()
 
     def _follow_gradients(self) -> None:
@@ -322,10 +322,14 @@ class Attached:
 
     # What is settled at the start.
 
-    def _make_replica(self, scaler: torch.amp.GradScaler | None) -> Replica:
+    def _make_replica(
+        self, scaler: torch.amp.GradScaler | None, averaging: ConnectedTopology
+    ) -> Replica:
         if is_sharded(self.optimizer):
             check_sharded(self.model, self.optimizer, self.strategy, scaler)
-            return ShardedReplica(self.model, self.optimizer, self.strategy, self.topology)
+            return ShardedReplica(
+                self.model, self.optimizer, self.strategy, self.topology, averaging
+            )
         if self.strategy.sharding is not None:
             raise NotAttachable(
                 f"this strategy needs a sharded optimizer, got {type(self.optimizer).__name__}; "
@@ -341,7 +345,9 @@ class Attached:
             reducer=strategy.reducer,
             on_nonfinite=choose(NonFinite, strategy.on_nonfinite),
             outer=strategy.outer_by_level(levels),
+            fragments=strategy.parts,
             overlap_steps=strategy.overlap_steps,
+            arrival=strategy.arrival,
             agreements=lambda: (topology.describe(), strategy.describe()),
         )
         return Engine(

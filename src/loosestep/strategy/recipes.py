@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from loosestep.strategy.schedules import Schedule, after, always, every, levels
+from loosestep.strategy.schedules import Schedule, after, always, every, levels, streaming
 
 if TYPE_CHECKING:
     from loosestep.comm.reducers import Reducer
+    from loosestep.strategy.arrivals import Arrival
+    from loosestep.strategy.fragments import Fragments
     from loosestep.strategy.outer import Outer
     from loosestep.strategy.policies import Sharding
     from loosestep.strategy.strategy import Strategy
@@ -166,6 +168,48 @@ def diloco(
     )
 
 
+def streaming_diloco(
+    period: int = 100,
+    num_fragments: int = 4,
+    *,
+    outer: Outer | None = None,
+    fragments: Fragments | None = None,
+    warmup_steps: int = 0,
+    gradients: str | None = None,
+    topology: Topology | None = None,
+    reducer: Reducer | None = None,
+    gradient_reducer: Reducer | None = None,
+    overlap_steps: int = 1,
+    arrival: Arrival | None = None,
+    on_nonfinite: str = "raise",
+) -> Strategy:
+    """Do the same in parts: each is averaged at its own offset, and arrives some steps later.
+
+    So no step sends more than a part, and none waits for it. One part and ``overlap_steps=0`` are
+    ``diloco``. Streaming DiLoCo, https://arxiv.org/abs/2501.18512 (which mixes what arrives with
+    local parameters: ``arrival=Mix(0.5)``, and sends 4 bits: ``reducer=TwoLevel(Int4())``).
+
+    >>> schedule = streaming_diloco(8, 2).schedule
+    >>> [schedule(step).fragment for step in (4, 8, 12)]
+    [0, 1, 0]
+    """
+    from loosestep.strategy.outer import nesterov
+
+    world = _widest(topology)
+    turns = streaming(period, num_fragments, world, gradients=gradients)
+    return _strategy(
+        after(warmup_steps, turns, always(gradients=world)),
+        topology,
+        reducer=reducer,
+        gradient_reducer=gradient_reducer,
+        outer=nesterov() if outer is None else outer,
+        fragments=fragments,
+        overlap_steps=overlap_steps,
+        arrival=arrival,
+        on_nonfinite=on_nonfinite,
+    )
+
+
 def slowmo(
     period: int = 12,
     *,
@@ -295,6 +339,7 @@ RECIPES: dict[str, Callable[..., Strategy]] = {
         hierarchical_sgd,
         zero,
         diloco,
+        streaming_diloco,
         slowmo,
         snoo,
         muloco,
@@ -320,11 +365,14 @@ def _strategy(
     gradient_reducer: Reducer | None = None,
     outer: Outer | None = None,
     optimizer_state: str | Mapping[str, int] = "keep",
+    fragments: Fragments | None = None,
     overlap_steps: int = 0,
+    arrival: Arrival | None = None,
     sharding: Sharding | None = None,
     on_nonfinite: str = "raise",
 ) -> Strategy:
     from loosestep.comm.reducers import TwoLevel
+    from loosestep.strategy.arrivals import Delta
     from loosestep.strategy.strategy import Strategy
 
     return Strategy(
@@ -334,7 +382,9 @@ def _strategy(
         gradient_reducer=gradient_reducer,
         outer=outer,
         optimizer_state=optimizer_state,
+        fragments=fragments,
         overlap_steps=overlap_steps,
+        arrival=Delta() if arrival is None else arrival,
         sharding=sharding,
         on_nonfinite=on_nonfinite,
     )

@@ -78,7 +78,13 @@ class Strategy:
                 f"{self.reducer} leaves in a replica what was not sent, and an outer optimizer "
                 "gives all replicas the same parameters; use ErrorFeedback(...) beside it"
             )
-        for part in (self.schedule, self.reducer, self.gradient_reducer, self.outer, self.fragments):
+        for part in (
+            self.schedule,
+            self.reducer,
+            self.gradient_reducer,
+            self.outer,
+            self.fragments,
+        ):
             if re.search(r" at 0x[0-9a-f]+", repr(part)):
                 raise TypeError(
                     f"{type(part).__name__} needs a __repr__ that is equal on all ranks, since "
@@ -147,6 +153,12 @@ class Strategy:
         gradients = "" if self.gradient_reducer is None else f" by {self.gradient_reducer}"
         outer = "" if not self.outer else f" outer={self.outer}"
         return f"{self.schedule}{gradients} {self.reducer} {named}{parts}{overlap}{outer}"
+
+    @property
+    def parts(self) -> Fragments | None:
+        """How parameters are split for the schedule; None: they are averaged as a whole."""
+        num = self.schedule.num_fragments
+        return None if num == 1 else self.fragments or Fragments(num)
 
     def outer_by_level(self, levels: Sequence[str]) -> Mapping[str, Outer]:
         """Return the outer optimizers of levels; one that is given alone is that of the widest."""

@@ -141,6 +141,16 @@ class Averager:
         self._sends_differences = self.reducer.lossy and kept is not None
 
     @property
+    def name(self) -> str:
+        """What it averages: a level, a fragment there, or shards that cross it."""
+        return self.peers.level
+
+    def guess(self, named: Sequence[Named]) -> None:
+        """Let values take what the outer optimizer would make of them, were they the mean."""
+        if self._kept.outer is not None:
+            self._kept.outer.guess(compressible(named))
+
+    @property
     def only_finite(self) -> bool:
         """Whether infinities and NaN are refused, in all but what always travels exactly."""
         return self._policy is NonFinite.RAISE
@@ -180,7 +190,8 @@ class Averager:
         """Return what was made for these tensors before, or make it."""
         bound = self._binder.bind(parts)
         if bound is not self._bound:
-            self._check_device(parts.means[0][1].device)
+            if parts.means:
+                self._check_device(parts.means[0][1].device)
             self._bound = bound
             self._cut = self._looked_at = self._direct = None
         return bound

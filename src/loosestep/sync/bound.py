@@ -78,7 +78,8 @@ class Bound:
     def of(cls, parts: Parts) -> Bound:
         """Bind tensors; raise for those that have no mean."""
         named, counters = parts.means, parts.largest
-        check_averageable(named)
+        if named or not parts.partial:
+            check_averageable(named)
         own = memory(named)
         kept = {name for name, _ in own}
         told = [*((name, t) for name, t in named if name in kept), *counters]

@@ -13,10 +13,10 @@ averages on a level, and when; nothing of an average is decided there.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,9 @@ from loosestep.comm.peers import Peers, Phase
 from loosestep.comm.reducers import NonFinite, Reducer
 from loosestep.comm.tensors import Named, memory
 from loosestep.errors import RankMismatch
+from loosestep.strategy.arrivals import Arrival, Delta
 from loosestep.strategy.clock import Clock
+from loosestep.strategy.fragments import Fragments
 from loosestep.strategy.outer import Outer
 from loosestep.strategy.policies import Initial
 from loosestep.strategy.schedules import Schedule, next_sync
@@ -35,7 +37,14 @@ from loosestep.sync.averager import Averager
 from loosestep.sync.bound import Binder
 from loosestep.sync.kept import Kept, load_into, state_of
 from loosestep.sync.overlap import Overlap
-from loosestep.sync.parts import ACROSS, Parts, compressible, split_floats
+from loosestep.sync.parts import (
+    FRAGMENT,
+    Parts,
+    compressible,
+    level_of,
+    parameter_of,
+    split_floats,
+)
 from loosestep.sync.replica import Average, Replica
 from loosestep.telemetry import Telemetry
 
@@ -47,7 +56,9 @@ class Settings:
     reducer: Reducer
     on_nonfinite: NonFinite = NonFinite.RAISE
     outer: Mapping[str, Outer] = field(default_factory=dict)  # by level; none: the mean itself
+    fragments: Fragments | None = None  # what averages at once; None: all that takes part
     overlap_steps: int = 0  # from a launch to applying it; 0: a sync is done at once
+    arrival: Arrival = field(default_factory=Delta)  # what becomes of parameters then
     agreements: Callable[[], Sequence[str]]  # lines that ranks must have in common: a schedule, say
 
 
@@ -73,10 +84,14 @@ class Engine:
         self._clock, self._telemetry = clock, telemetry
         self._leaves_apart = settings.reducer.leaves_apart  # replicas, by what could not be sent
         self._averagers: dict[str, Averager] = {}
-        self._whole, self._shards = Binder(), Binder()  # all levels average the same tensors
-        self._kept: dict[str, Kept] = {}  # by level
-        self._num_syncs: Counter[str] = Counter()  # by level
-        self._overlap = Overlap(settings.overlap_steps)
+        # By fragment and by whether it is of shards: all levels average the same tensors.
+        self._binders: dict[tuple[str, bool], Binder] = defaultdict(Binder)
+        self._kept: dict[str, Kept] = {}  # by averager
+        self._num_syncs: Counter[str] = Counter()  # likewise
+        self._fragment_of = _fragment_of(replica, settings.fragments)  # by a parameter's name
+        num = 1 + max(self._fragment_of.values(), default=0)
+        self._fragments: Sequence[int | None] = range(num) if num > 1 else [None]
+        self._overlap = Overlap(settings.overlap_steps, settings.arrival, len(self._fragments))
         self._last_step = 0  # that was followed
         self._synced_step = -1  # after which the widest level averaged last; -1: not yet
         self._common_step = 0  # every replica has all replicas' steps up to this one
@@ -108,14 +123,16 @@ class Engine:
             averager.broadcast(self.replica.everything())
         elif initial is Initial.REFUSE:
             averager.compare(self.replica.everything())
-        if prepare and (
-            self._settings.reducer.lossy or self._settings.outer or self._overlap.steps
-        ):
-            common = initial is not Initial.IGNORE
-            for name in self.levels:
-                self.replica.prepare(self.averager(name), self.averager, common=common)
-        if prepare and self._overlap.steps:
-            self._overlap.prepare(self.averager(self.widest), weights)
+        if not prepare:
+            return
+        common, weights = initial is not Initial.IGNORE, self.replica.weights()
+        remembers = self._settings.reducer.lossy or self._settings.outer or self._overlap.steps
+        for name in self.levels if remembers else ():
+            for fragment in self._fragments:
+                by, parts = self.averager(name, fragment=fragment), self._only(weights, fragment)
+                self.replica.prepare(parts, by, self.averager, common=common)
+                if self._overlap.steps and name == self.widest:
+                    self._overlap.prepare(self.replica.shares(parts, by, self.averager))
 
     # What happens after a step.
 
@@ -123,10 +140,13 @@ class Engine:
         """Say whether an average under way is to be applied after ``step`` steps."""
         return self._overlap.is_due(step)
 
-    def follow(self, level: str | None, step: int, *, local: bool = True) -> None:
+    def follow(
+        self, level: str | None, step: int, *, fragment: int | None = None, local: bool = True
+    ) -> None:
         """Average over ``level``, which is due now that ``step`` steps are finished.
 
-        ``local``: gradients of this step were not shared by all.
+        Only a ``fragment`` of the parameters, if one is given. ``local``: gradients of this step
+        were not shared by all.
         """
         self._last_step = step
         if not local and self._common_step == step - 1:
@@ -137,20 +157,33 @@ class Engine:
         ):
             self.land()
         if level is not None:
-            self.sync(level, step)
+            self.sync(level, step, fragment)
 
-    def sync(self, level: str, step: int) -> None:
+    def sync(self, level: str, step: int, fragment: int | None = None) -> None:
         """Average what takes part over ``level``: now, or beside training from now on."""
-        began, averager = time.perf_counter(), self.averager(level)
-        self.replica.sync = self._num_syncs[level] + 1
-        parts = self.replica.parts(averager.peers)
+        began, averager = time.perf_counter(), self.averager(level, fragment=fragment)
+        parts = self._parts(averager, fragment)
         if self._overlap.steps:  # the ranks agree there too
-            self._overlap.launch(averager, parts, step, level)
+            shares = self.replica.shares(parts, averager, self.averager)
+            self._overlap.launch(shares, step, averager.name)
             return
         agreed = averager.agree(parts, Progress(step))
         average = self.replica.launch(agreed, averager, self.averager)
-        self.commit(average, averager, level, began, equal=not self._leaves_apart)
+        whole = fragment is None and not self._leaves_apart
+        self.commit(average, averager, level, began, equal=whole)
         self._anchor_narrower(level, parts)
+
+    def _parts(self, averager: Averager, fragment: int | None) -> Parts:
+        """Return what takes part in the sync that comes now; all ranks there must ask together."""
+        self.replica.sync = self._num_syncs[averager.name] + 1
+        return self._only(self.replica.parts(averager.peers), fragment)
+
+    def _only(self, parts: Parts, fragment: int | None) -> Parts:
+        """Return a fragment's share: buffers, and parameters that came later, go with the last."""
+        if fragment is None:
+            return parts
+        of, last = self._fragment_of, len(self._fragments) - 1
+        return parts.only(lambda name: of.get(parameter_of(name), last) == fragment)
 
     def commit(
         self, average: Average, averager: Averager, name: str, began: float, *, equal: bool
@@ -161,7 +194,7 @@ class Engine:
         """
         traffic = average.wait()  # PeerLost: what reducers remember is as it was before
         average.commit()  # residuals become valid with what they belong to
-        self._num_syncs[averager.peers.level] += 1
+        self._num_syncs[averager.name] += 1
         self._telemetry.synced(self._clock.step, name, began, traffic)
         self.replica.forget_state()
         widest = self.averager(self.widest).peers.global_ranks
@@ -180,8 +213,9 @@ class Engine:
         if not self._overlap.flights:
             return
         flight = self._overlap.land(self.replica.by_name)
+        self.replica.landed()
         seconds = {"seconds": flight.seconds, "seconds_waited": flight.seconds_waited}
-        self._telemetry.averaged(flight.step, flight.level, flight.traffic, **seconds)
+        self._telemetry.averaged(flight.step, level_of(flight.level), flight.traffic, **seconds)
         self.replica.forget_state()
         if flight.level == self.widest:
             self._common_step = max(self._common_step, flight.step)
@@ -199,26 +233,40 @@ class Engine:
         """
         while self._overlap.flights:
             self.land()
+        # Ranks that have ended at different steps would next ask for different fragments.
+        settled = len(self._fragments) > 1 and self._synced_step == last_step >= 0
         self._last_step, step = last_step, self._clock.step
-        if self._schedule is not None:
+        if self._schedule is not None and not settled:
             comes_again = next_sync(self._schedule, step, self.widest) is not None
             while (upcoming := next_sync(self._schedule, step)) is not None:
-                step, level = upcoming
-                done = self._answer(level, step)
-                if done and level == self.widest:
+                step, due = upcoming
+                assert due.parameters is not None, "that is what was asked for"
+                of_all = due.fragment is None and due.parameters == self.widest
+                done = self._answer(due.parameters, step, due.fragment, once_more=not of_all)
+                if done and of_all:
                     return
-                if done and not comes_again:
+                if done and (due.fragment is not None or not comes_again):
                     break
-        self._answer(self.widest, step, name)
+        for fragment in self._fragments:
+            self._answer(self.widest, step, fragment, name)
+        self._synced_step, self._common_step = self._last_step, self._clock.step
 
-    def _answer(self, level: str, step: int, name: str | None = None) -> bool:
+    def _answer(
+        self,
+        level: str,
+        step: int,
+        fragment: int | None = None,
+        name: str | None = None,
+        *,
+        once_more: bool = False,
+    ) -> bool:
         """Average over ``level`` after the last step; return whether all its ranks are there.
 
-        With a schedule some may still train, and need this rank's parameters.
+        With a schedule some may still train, and need this rank's parameters. ``once_more``: the
+        widest level averages all of it in the end.
         """
-        began, averager = time.perf_counter(), self.averager(level)
-        self.replica.sync = self._num_syncs[level] + 1
-        parts = self.replica.parts(averager.peers)
+        began, averager = time.perf_counter(), self.averager(level, fragment=fragment)
+        parts = self._parts(averager, fragment)
         progress = Progress(step, final=self._schedule is not None)
         # More than steps changes replicas: other optimizers, a forward (BatchNorm), the user. So
         # where no step was taken since the last sync, ranks compare what they hold now.
@@ -226,15 +274,15 @@ class Engine:
             progress = Progress(step, progress.final, clean=fingerprint(parts.everything))
         agreed = averager.agree(parts, progress)
         done = self._schedule is None or all(header.final for header in agreed.headers)
-        if done and (level != self.widest or all_clean(agreed.headers)):
-            return True  # the widest level will average all of it anyway, or has done so
+        if done and (once_more or all_clean(agreed.headers)):
+            return True
         average: Average
         if done and self._leaves_apart:  # the last word is exact
             exact, told = self._exact(), Progress(step, final=progress.final)
-            average = exact.start(exact.agree(self.replica.parts(averager.peers), told))
+            average = exact.start(exact.agree(parts, told))
         else:
             average = self.replica.launch(agreed, averager, self.averager)
-        equal = done or not self._leaves_apart
+        equal = fragment is None and (done or not self._leaves_apart)
         self.commit(average, averager, name or level, began, equal=equal)
         self._anchor_narrower(level, parts)
         return done
@@ -277,7 +325,7 @@ class Engine:
         A lossy reducer and an outer optimizer are left out: what they remember belongs to training.
         """
         weights = self.replica.weights()
-        if self._settings.reducer.lossy or self._settings.outer:
+        if self._settings.reducer.lossy or self._settings.outer or len(self._fragments) > 1:
             self._exact().average_parts(weights, progress)
             return
         averager = self.averager(self.widest)
@@ -326,24 +374,30 @@ class Engine:
     # Who averages.
 
     def averager(
-        self, level: str, peers: Peers | None = None, reducer: Reducer | None = None
+        self,
+        level: str,
+        peers: Peers | None = None,
+        reducer: Reducer | None = None,
+        *,
+        fragment: int | None = None,
     ) -> Averager:
         """Return what averages on a level; where it is not of the usual kind, with whom and how."""
-        if level not in self._averagers:
-            self._averagers[level] = Averager(
-                self._peers(level) if peers is None else peers,
+        name = level if fragment is None else f"{level}{FRAGMENT}{fragment}"
+        if name not in self._averagers:
+            self._averagers[name] = Averager(
+                replace(self._peers(level), level=name) if peers is None else peers,
                 reducer=reducer or self._settings.reducer,
                 agreements=self._settings.agreements(),
-                kept=self._keep(level),
+                kept=self._keep(name),
                 on_nonfinite=self._settings.on_nonfinite,
-                binder=self._whole if peers is None else self._shards,
+                binder=self._binders[name.partition(FRAGMENT)[2], peers is not None],
             )
-        return self._averagers[level]
+        return self._averagers[name]
 
     def _keep(self, name: str) -> Kept:
         """Return what averages on a level keep; those of shards go by the level they cross."""
         if name not in self._kept:
-            self._kept[name] = Kept(self._settings.outer.get(name.removeprefix(ACROSS)))
+            self._kept[name] = Kept(self._settings.outer.get(level_of(name)))
         return self._kept[name]
 
     def _exact(self) -> Averager:
@@ -353,5 +407,14 @@ class Engine:
             reducer=self._settings.reducer.exact,
             agreements=self._settings.agreements(),
             on_nonfinite=self._settings.on_nonfinite,
-            binder=self._whole,
+            binder=self._binders["", False],
         )
+
+
+def _fragment_of(replica: Replica, fragments: Fragments | None) -> dict[str, int]:
+    """Return in which part the parameters are that are trained now, by name."""
+    if fragments is None:
+        return {}
+    trained = compressible(replica.weights().means)
+    split = fragments.split([(name, tensor.nbytes) for name, tensor in trained])
+    return {name: number for number, names in enumerate(split) for name in names}

@@ -31,16 +31,17 @@ class Flight:
     """A mean on its way, or one that has come and is not applied yet."""
 
     step: int
-    level: str
-    differences: list[Named]  # mean - snapshot of this rank's memory, once it has come
+    level: str  # with the fragment, where a part of the parameters travels
+    # Once it has come, of this rank's memory: mean - snapshot, or the mean where rules mix it in.
+    differences: list[Named]
     traffic: Traffic = field(default_factory=Traffic)
     seconds: float = 0.0  # from launch until it had come
     seconds_waited: float = 0.0  # how long training stood still for it
-    peers: Peers | None = None  # with whom; None: it has come
-    room: Room = field(default_factory=lambda: Room())
-    travel: Callable[[], Averaging] | None = None  # leaves the mean in ``differences``
+    peers: Sequence[Peers] = ()  # with whom; none: it has come
+    rooms: dict[str, Room] = field(default_factory=dict)  # by who averages in them
+    travel: Callable[[], list[Averaging]] | None = None  # leaves the mean in ``differences``
     arrived: threading.Event = field(default_factory=threading.Event)
-    _average: Averaging | None = None
+    _averages: list[Averaging] = field(default_factory=list)
     _errors: list[BaseException] = field(default_factory=list)
     _launched: float = field(default_factory=time.perf_counter)
 
@@ -49,7 +50,7 @@ class Flight:
         travel, self.travel = self.travel, None
         assert travel is not None, "carried once"
         try:
-            self._average = travel()
+            self._averages = travel()
         except BaseException as error:
             self._errors.append(error)
         self.seconds = time.perf_counter() - self._launched
@@ -57,7 +58,7 @@ class Flight:
 
     def wait(self) -> None:
         """Return when the mean has come, and believe it; raise what went wrong on the way."""
-        if self.peers is None:
+        if not self.peers:
             return
         began, limit = time.perf_counter(), self._limit()
         self.arrived.wait(limit)
@@ -68,22 +69,26 @@ class Flight:
                 f"not come within {limit:g} s. Parameters are as they were before it",
                 phase="waiting for an average under way",
             )
-        self.peers = None
+        self.peers = ()
         if self._errors:
             raise self._errors.pop()
-        average, self._average = self._average, None
-        if average is not None:
-            average.commit()
+        while self._averages:
+            self._averages.pop().commit()
+
+    def take(self, came: Sequence[Named]) -> None:
+        """Take some of the means, which may lie elsewhere than they were to."""
+        self.differences = list({**dict(self.differences), **dict(came)}.items())
 
     @property
     def flying(self) -> bool:
         """Whether the thread has it still before it."""
-        return self.peers is not None and not self.arrived.is_set()
+        return bool(self.peers) and not self.arrived.is_set()
 
     def abandon(self) -> None:
         """Let it end soon, whatever becomes of it: its own time-outs end it in any case."""
-        if self.peers is not None and not self.arrived.wait(LINGER_SECONDS):
-            self.peers.give_up("an average under way was given up")
+        if self.peers and not self.arrived.wait(LINGER_SECONDS):
+            for peers in self.peers:
+                peers.give_up("an average under way was given up")
             self.arrived.wait(LINGER_SECONDS)
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,11 +117,12 @@ class Flight:
 
     def _limit(self) -> float:
         """Return how long all waits on the way may take, should each just not time out."""
-        if self.peers is None or self.peers.size == 1:
+        seconds = [peers.seconds for peers in self.peers if peers.size > 1]
+        if not seconds:
             return ALONE_SECONDS
         num_bytes = sum(tensor.nbytes for _, tensor in self.differences)
         num_windows = len(self.differences) + num_bytes // WINDOW_BYTES
-        return self.peers.seconds * (4 + num_windows)
+        return max(seconds) * (4 * len(seconds) + num_windows)
 
 
 class Carrier:

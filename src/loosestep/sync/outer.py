@@ -58,6 +58,21 @@ class OuterState:
         if self._scheduler is not None:
             self._scheduler.step()
 
+    @torch.no_grad()
+    def guess(self, named: Sequence[Named]) -> None:
+        """Replace values by what a step would lead to, were they the mean; no step is taken."""
+        known = [(self._anchors[name], tensor) for name, tensor in named if name in self._anchors]
+        for chunk in _chunks(known):
+            optimizer = self._optimizer
+            assert optimizer is not None, "there are anchors"
+            before = [(a, a.clone(), copy.deepcopy(optimizer.state.get(a))) for a, _ in chunk]
+            self._move(chunk)
+            for anchor, values, state in before:
+                anchor.copy_(values)
+                optimizer.state.pop(anchor, None)
+                if state is not None:
+                    optimizer.state[anchor] = state
+
     def _move(self, chunk: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         optimizer = self._optimizer
         assert optimizer is not None, "there are anchors"

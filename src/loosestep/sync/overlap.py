@@ -17,34 +17,42 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from loosestep.comm.agreement import Progress
 from loosestep.comm.tensors import Named, memory
+from loosestep.strategy.arrivals import Arrival, Delta
 from loosestep.sync.averager import Averager
 from loosestep.sync.flight import Carrier, Flight, Room
 from loosestep.sync.parts import Parts, always_exact
 from loosestep.sync.pipeline import Averaging
 
+Share = tuple[Averager, Parts]  # who averages, and which tensors of this rank
+
 
 class Overlap:
-    """Means under way, each applied ``steps`` steps after its launch, in the order of launches."""
+    """Means under way, each applied ``steps`` steps after its launch, in the order of launches.
 
-    def __init__(self, steps: int, most: int = 1) -> None:
+    ``most`` may be under way at once; ``arrival`` says what becomes of parameters at the end.
+    """
+
+    def __init__(self, steps: int, arrival: Arrival | None = None, most: int = 1) -> None:
         self.steps, self._most = steps, most
+        self._arrival: Arrival = Delta() if arrival is None else arrival
         self.flights: deque[Flight] = deque()  # what has been launched and has not landed
         self._carrier = Carrier()
-        self._rooms: list[Room] = []  # that no flight uses
+        self._rooms: dict[str, list[Room]] = defaultdict(list)  # that no flight uses
 
     @property
     def nbytes(self) -> int:
         """How much memory snapshots and means take."""
-        used = [flight.room for flight in self.flights]
-        return sum(room.nbytes for room in [*self._rooms, *used])
+        used = [flight.rooms.values() for flight in self.flights]
+        return sum(room.nbytes for rooms in [*self._rooms.values(), *used] for room in rooms)
 
     @property
     def is_full(self) -> bool:
@@ -55,30 +63,40 @@ class Overlap:
         """Say whether a mean is to be applied after ``step`` steps."""
         return bool(self.flights) and step - self.flights[0].step >= self.steps
 
-    def prepare(self, averager: Averager, parts: Parts) -> None:
+    def prepare(self, shares: Sequence[Share]) -> None:
         """Take the memory now: new pages are slow when they are first written."""
-        room = self._take_room()
-        mine, means = room.of(averager, parts)
-        for _, tensor in [*room.snapshots.of(mine), *memory(means)]:
-            tensor.zero_()
-        self._rooms.append(room)
+        for averager, parts in shares:
+            room = self._take_room(averager)
+            mine, means = room.of(averager, parts)
+            for _, tensor in [*room.snapshots.of(mine), *memory(means)]:
+                tensor.zero_()
+            self._rooms[averager.name].append(room)
 
     @torch.no_grad()
-    def launch(self, averager: Averager, parts: Parts, step: int, level: str) -> None:
-        """Copy the parts and let the mean of the copies travel."""
+    def launch(self, shares: Sequence[Share], step: int, level: str) -> None:
+        """Copy what takes part, and let the mean of the copies travel."""
         assert not self.is_full, "one must land first"
         began = time.perf_counter()
-        room = self._take_room()
-        mine, means = room.of(averager, parts)
-        snapshots = room.snapshots.of(mine)
-        _copy_(snapshots, mine)
-        flight = Flight(step, level, memory(means), peers=averager.peers, room=room)
-        progress = Progress(step, sample=averager.sample(memory(parts.means), step))
-        copies = parts.replaced(dict(means))
-        flight.travel = lambda: _travel(averager, copies, progress, snapshots, means, flight)
+        flight = Flight(step, level, [], peers=[averager.peers for averager, _ in shares])
+        legs = [self._leg(averager, parts, flight) for averager, parts in shares]
+        flight.travel = lambda: [leg.travel(flight) for leg in legs]
         self.flights.append(flight)
         self._carrier.add(flight)
         flight.seconds_waited = time.perf_counter() - began
+
+    def _leg(self, averager: Averager, parts: Parts, flight: Flight) -> _Leg:
+        room = flight.rooms[averager.name] = self._take_room(averager)
+        mine, means = room.of(averager, parts)
+        snapshots, guesses = room.snapshots.of(mine), averager.steps_outer and self._arrival.guesses
+        sample = averager.sample(memory(parts.means), flight.step)
+        if guesses:  # what is averaged is copied before, and a snapshot is of the guess
+            _copy_(memory(means), mine)
+            averager.guess(mine)
+        _copy_(snapshots, mine)
+        flight.differences += memory(means)
+        progress = Progress(flight.step, sample=sample)
+        copies = parts.replaced(dict(means))
+        return _Leg(averager, copies, progress, snapshots, means, guesses, self._arrival)
 
     def finish(self) -> None:
         """Wait until nothing is under way; what has come is not applied."""
@@ -104,10 +122,21 @@ class Overlap:
             if not flight.flying:
                 self.flights.popleft()
         began = time.perf_counter()
-        add_(*_matched(flight, tensors()))
-        self._rooms.append(flight.room)
+        self._apply(*_matched(flight, tensors()))
+        for name, room in flight.rooms.items():
+            self._rooms[name].append(room)
         flight.seconds_waited += time.perf_counter() - began
         return flight
+
+    def _apply(self, tensors: Sequence[Named], differences: Sequence[torch.Tensor]) -> None:
+        """Mix means into parameters, or add differences; always the latter to all else."""
+        share, added = self._arrival.keeps, []
+        for (name, tensor), by in zip(tensors, differences, strict=True):
+            if share is None or always_exact(name):
+                added.append((tensor, by))
+            else:
+                tensor.mul_(share).add_(by, alpha=1.0 - share)
+        add_([tensor for tensor, _ in added], [by for _, by in added])
 
     def discard(self) -> None:
         """Drop what is under way, once it no longer uses its process group."""
@@ -146,44 +175,55 @@ class Overlap:
             )
         self.flights.extend(Flight.of(state) for state in saved if state is not None)
 
-    def _take_room(self) -> Room:
-        return self._rooms.pop() if self._rooms else Room()
+    def _take_room(self, averager: Averager) -> Room:
+        free = self._rooms[averager.name]
+        return free.pop() if free else Room()
 
 
-@torch.no_grad()
-def _travel(
-    averager: Averager,
-    copies: Parts,
-    progress: Progress,
-    snapshots: list[Named],
-    means: list[Named],
-    flight: Flight,
-) -> Averaging:
-    """Average the snapshots into copies, and leave how far the two are apart.
+@dataclass(frozen=True)
+class _Leg:
+    """What some ranks average together in one flight."""
 
-    ``snapshots`` are of what this rank averages itself, ``means`` all copies. This is what the
-    thread does with a flight.
-    """
-    with _beside(means[0][1].device if means else torch.device("cpu")):
-        copied = memory(means)
-        _copy_(copied if averager.steps_outer else averager.share(copied), snapshots)
-        whole = averager.steps_outer  # then all ranks of a host have all of the mean
-        average = averager.start(averager.agree(copies, progress), hand_round=whole)
-        flight.traffic = average.wait()
-        flight.differences = memory(means)  # again: a reducer may have moved them
+    averager: Averager
+    copies: Parts  # what takes part, with ``means`` for tensors
+    progress: Progress
+    snapshots: list[Named]  # of what this rank averages itself
+    means: list[Named]  # of all
+    filled: bool  # whether copies are there already, and snapshots are of something else
+    arrival: Arrival
+
+    @torch.no_grad()
+    def travel(self, flight: Flight) -> Averaging:
+        """Average the copies, and leave what is to be applied. This is done by the thread."""
+        averager, whole = self.averager, self.averager.steps_outer
+        with _beside(self.means[0][1].device if self.means else torch.device("cpu")):
+            copied = memory(self.means)
+            if not self.filled:
+                _copy_(copied if whole else averager.share(copied), self.snapshots)
+            # With an outer optimizer all ranks of a host have all of the mean.
+            agreed = averager.agree(self.copies, self.progress)
+            average = averager.start(agreed, hand_round=whole)
+            flight.traffic.add(average.wait())
+            came = memory(self.means)  # again: a reducer may have moved them
+            flight.take(came)
+            self._differ(came if whole else averager.share(came))
+            if not whole:
+                flight.traffic.add(averager.hand_round(came, flight.step))
+        return average
+
+    def _differ(self, came: Sequence[Named]) -> None:
+        """Replace means by how far they are from the snapshots, but for what is mixed in."""
         finite: list[tuple[torch.Tensor, torch.Tensor]] = []
         other: list[tuple[torch.Tensor, torch.Tensor]] = []
-        mine = flight.differences if whole else averager.share(flight.differences)
-        for (name, mean), (_, snapshot) in zip(mine, snapshots, strict=True):
+        for (name, mean), (_, snapshot) in zip(came, self.snapshots, strict=True):
+            if self.arrival.keeps is not None and not always_exact(name):
+                continue
             # What was found finite on the way is not looked at again.
-            known = averager.only_finite and not always_exact(name)
+            known = self.averager.only_finite and not always_exact(name)
             (finite if known else other).append((mean, snapshot))
         if finite:
             torch._foreach_sub_([mean for mean, _ in finite], [old for _, old in finite])
         differ_([mean for mean, _ in other], [old for _, old in other])
-        if not whole:
-            flight.traffic.add(averager.hand_round(flight.differences, flight.step))
-    return average
 
 
 def differ_(means: Sequence[torch.Tensor], snapshots: Sequence[torch.Tensor]) -> None:
@@ -217,7 +257,7 @@ def add_(tensors: Sequence[torch.Tensor], differences: Sequence[torch.Tensor]) -
 
 def _matched(
     flight: Flight, tensors: Mapping[str, torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+) -> tuple[list[Named], list[torch.Tensor]]:
     """Return this rank's memory of what was launched, and its differences."""
     missing = [name for name, _ in flight.differences if name not in tensors]
     found = dict(memory([(n, tensors[n]) for n, _ in flight.differences if n in tensors]))
@@ -230,7 +270,7 @@ def _matched(
             "all), which the model no longer has; change it when no average is under way"
         )
     by_name = {name: d for name, d in flight.differences if name in found}
-    return list(found.values()), [by_name[n].to(t.device) for n, t in found.items()]
+    return list(found.items()), [by_name[n].to(t.device) for n, t in found.items()]
 
 
 def _copy_(into: Sequence[Named], source: Sequence[Named]) -> None:

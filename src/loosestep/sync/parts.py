@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import is_, itemgetter, methodcaller
 from typing import Any
@@ -15,6 +15,25 @@ from loosestep.comm.tensors import Named, unique
 STATE = "state "  # in front of the name of a parameter's state
 ACROSS = "across "  # in front of a level's name, where shards cross it
 BUFFER = "buffer "  # in front of a buffer's name; no attribute of a module has a space
+FRAGMENT = ", fragment "  # behind a level's name, where a part of the parameters is averaged there
+
+
+def level_of(name: str) -> str:
+    """Return the level of what averages on it: of all, of a fragment, or of shards that cross it.
+
+    >>> level_of("across world, fragment 2")
+    'world'
+    """
+    return name.removeprefix(ACROSS).partition(FRAGMENT)[0]
+
+
+def parameter_of(name: str) -> str:
+    """Return the name of the parameter whose state a tensor is, or else its own.
+
+    >>> parameter_of("state layer.weight.exp_avg")
+    'layer.weight'
+    """
+    return name.removeprefix(STATE).rpartition(".")[0] if name.startswith(STATE) else name
 
 
 def split_floats(named: Iterable[Named]) -> tuple[list[Named], list[Named]]:
@@ -117,11 +136,21 @@ class Parts:
     means: list[Named]  # become the mean
     largest: list[Named] = field(default_factory=list)  # counters, which take the largest value
     firsts: list[Named] | None = None  # take the first rank's values; None: that is not asked for
+    partial: bool = False  # a share of what takes part: it may be empty
 
     @property
     def everything(self) -> list[Named]:
         """All of it."""
         return unique([*self.means, *self.largest, *(self.firsts or [])])
+
+    def only(self, wanted: Callable[[str], bool]) -> Parts:
+        """Return what has certain names."""
+
+        def those(named: list[Named]) -> list[Named]:
+            return [pair for pair in named if wanted(pair[0])]
+
+        firsts = None if self.firsts is None else those(self.firsts)
+        return Parts(those(self.means), those(self.largest), firsts, partial=True)
 
     def replaced(self, by: Mapping[str, torch.Tensor]) -> Parts:
         """Return the same parts with other tensors of those names, and without the rest."""

@@ -22,7 +22,14 @@ from loosestep.strategy.strategy import Strategy
 from loosestep.strategy.topology import Topology
 from loosestep.sync.averager import Agreed, Averager
 from loosestep.sync.connected import ConnectedTopology
-from loosestep.sync.parts import ACROSS, ModuleTensors, Parts, optimizer_state_of, split_floats
+from loosestep.sync.parts import (
+    ACROSS,
+    ModuleTensors,
+    Parts,
+    level_of,
+    optimizer_state_of,
+    split_floats,
+)
 from loosestep.sync.pipeline import Averaging
 from loosestep.telemetry.traffic import Traffic
 
@@ -121,9 +128,21 @@ class Replica:
         """Start to average what was agreed, the optimizer's state too if that takes part."""
         return averager.start(agreed)
 
-    def prepare(self, averager: Averager, averager_of: AveragerOf, *, common: bool) -> None:
-        """Make what averages of a level need; ``common``: all replicas are equal."""
-        averager.prepare(self.weights().means, common=common)
+    def shares(
+        self, parts: Parts, averager: Averager, averager_of: AveragerOf
+    ) -> list[tuple[Averager, Parts]]:
+        """Return who averages what of the parts, each by itself; all of them ask together."""
+        return [(averager, parts)]
+
+    def prepare(
+        self, parts: Parts, averager: Averager, averager_of: AveragerOf, *, common: bool
+    ) -> None:
+        """Make what averages of these parts need; ``common``: all replicas are equal."""
+        for by, share in self.shares(parts, averager, averager_of):
+            by.prepare(share.means, common=common)
+
+    def landed(self) -> None:
+        """Do what is to be done when an average under way was applied: nothing; collective."""
 
     def everything(self) -> list[Named]:
         """Return all parameters and buffers, also those that no sync changes."""
@@ -213,17 +232,13 @@ class ShardedReplica(Replica):
         zero: ZeroRedundancyOptimizer,
         strategy: Strategy,
         topology: ConnectedTopology,
+        averaging: ConnectedTopology,
     ) -> None:
         buffers = choose(Buffers, strategy.buffers)
         state = choose_state(strategy.optimizer_state)
         super().__init__(None, model, zero, buffers=buffers, optimizer_state=state)
-        self._strategy, self._topology = strategy, topology
-        if strategy.overlap_steps:
-            raise NotAttachable(
-                f"overlap_steps={strategy.overlap_steps} needs an optimizer that is not sharded: "
-                "its ranks step parts of the parameters that an average under way would change on "
-                "all of them at once; give overlap_steps=0"
-            )
+        # Whose groups gradients use, and whose averages: those may be under way meanwhile.
+        self._strategy, self._topology, self._averaging = strategy, topology, averaging
         self.zero = zero
         self._group = _level_of(zero, topology)
         _check_owned(model, zero)
@@ -243,19 +258,27 @@ class ShardedReplica(Replica):
         for level in self._topology.levels:
             if level in schedule.gradient_levels() | averaged:
                 self.across(level)
+                self._crossing(level)
         _ = self.zero.wire  # compares what is sharded, and makes its groups
 
     def across(self, level: str) -> Peers:
-        """Return those at this rank's place in the other groups of a level."""
-        me, group = self.zero.shards.group_rank, self._topology.members(self._group)
-        if set(self._topology.members(level)) <= set(group):
-            return self._topology.subset(level, (group[me],))
-        peers = self._topology.peers(level, within=self._group)
-        weights = self._topology.weights
+        """Return those at this rank's place in the other groups of a level, for gradients."""
+        return self._at_my_place(level, self._topology)
+
+    def _crossing(self, level: str) -> Peers:
+        """Return the same ranks, for averages."""
+        return self._at_my_place(level, self._averaging)
+
+    def _at_my_place(self, level: str, topology: ConnectedTopology) -> Peers:
+        me, group = self.zero.shards.group_rank, topology.members(self._group)
+        if set(topology.members(level)) <= set(group):
+            return topology.subset(level, (group[me],))
+        peers = topology.peers(level, within=self._group)
+        weights = topology.weights
         if weights is None:
             return peers
         # A rank there stands for its whole group, which holds the same parameters.
-        members = [self._topology.members(self._group, rank) for rank in peers.global_ranks]
+        members = [topology.members(self._group, rank) for rank in peers.global_ranks]
         return replace(peers, weights=tuple(sum(weights[r] for r in group) for group in members))
 
     def group_weights(self) -> tuple[float, ...] | None:
@@ -275,45 +298,61 @@ class ShardedReplica(Replica):
         self, agreed: Agreed, averager: Averager, averager_of: AveragerOf, *, stateful: bool = True
     ) -> Average:
         """Start to average buffers over the level; shards follow, and are gathered at the end."""
-        names = {name for name, _ in self._parameters()}
+        names, wanted = {name for name, _ in self._parameters()}, dict(agreed.bound.parts)
         rest = averager.start(agreed.only(lambda name: name not in names))
+        across = self._across(averager, averager_of)
 
         def shards() -> Averaging | None:
-            peers = self.across(averager.peers.level)
-            named = self._shards()
-            if not self._crosses(peers) or not named:  # a rank may own nothing, as its peers then
+            named = [(name, shard) for name, shard in self._shards() if name in wanted]
+            if across is None or not named:  # a rank may own nothing, as its peers then
                 return None
-            across, me = self._across(peers, averager.peers.level, averager_of), peers.global_ranks
             shaped, steps = self._state(across.peers) if stateful else ([], [])
             # A group that holds an infinity somewhere is skipped in all shards, as in the rest.
-            finite = me[peers.group_rank] not in agreed.skipped
-            progress = Progress(agreed.step, finite=finite)
+            me = across.peers.global_ranks[across.peers.group_rank]
+            progress = Progress(agreed.step, finite=me not in agreed.skipped)
             return across.start(across.agree(Parts([*named, *shaped], steps), progress))
 
-        crosses = self._crosses(self.across(averager.peers.level))
-        return _InShards(rest, shards, self.zero if crosses else None)
+        return _InShards(rest, shards, None if across is None else self._gather)
 
-    def prepare(self, averager: Averager, averager_of: AveragerOf, *, common: bool) -> None:
-        """Make what averages of buffers and of shards need."""
-        names, shards = {name for name, _ in self._parameters()}, self._shards()
-        rest = [(name, tensor) for name, tensor in self.weights().means if name not in names]
-        if rest:
-            averager.prepare(rest, common=common)
-        peers = self.across(averager.peers.level)
-        if self._crosses(peers) and shards:
-            self._across(peers, averager.peers.level, averager_of).prepare(shards, common=common)
+    def shares(
+        self, parts: Parts, averager: Averager, averager_of: AveragerOf
+    ) -> list[tuple[Averager, Parts]]:
+        """Return buffers, which the level averages, and shards, which those at my place do."""
+        names, wanted = {name for name, _ in self._parameters()}, dict(parts.means)
+        rest = parts.only(lambda name: name not in names)
+        shares = [(averager, rest)] if rest.everything else []
+        across = self._across(averager, averager_of)
+        shards = [(name, shard) for name, shard in self._shards() if name in wanted]
+        if across is not None and shards:
+            shares.append((across, Parts(shards)))
+        return shares
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """Return everything that a sync may ever change: of parameters the own shards."""
+        return dict([*self.everything(), *self._shards()])
+
+    def landed(self) -> None:
+        """Gather the shards, which have changed."""
+        self._gather()
+
+    def _gather(self) -> Traffic:
+        stepped = [p for p in self.zero.parameters if p.requires_grad]
+        self.zero.wire.start_gather(stepped).wait()
+        return self.zero.wire.take_moved()
 
     def _names(self) -> dict[torch.Tensor, str]:
         self.zero.shards.follow()
         shards = self.zero.shards.of
         return {shards[p]: name for name, p in self._parameters() if p in shards}
 
-    def _crosses(self, peers: Peers) -> bool:
-        """Whether a sync changes shards: others own the same, or there is an outer optimizer."""
-        return peers.size > 1 or bool(self._strategy.outer)
+    def _across(self, averager: Averager, averager_of: AveragerOf) -> Averager | None:
+        """Return what averages shards where ``averager`` does the rest; None: nothing changes them.
 
-    def _across(self, peers: Peers, level: str, averager_of: AveragerOf) -> Averager:
-        name = ACROSS + level  # so that what is kept of shards is told apart from the rest
+        It has a name of its own, so that what is kept of shards is told apart from the rest.
+        """
+        peers, name = self._crossing(level_of(averager.name)), ACROSS + averager.name
+        if peers.size == 1 and not self._strategy.outer:
+            return None
         return averager_of(name, replace(peers, level=name), self._between_groups())
 
     def _between_groups(self) -> Reducer:
@@ -342,9 +381,9 @@ class _InShards:
         self,
         rest: Averaging,
         shards: Callable[[], Averaging | None],
-        zero: ZeroRedundancyOptimizer | None,
+        gather: Callable[[], Traffic] | None,
     ) -> None:
-        self._averages, self._shards, self._zero = [rest], shards, zero
+        self._averages, self._shards, self._gather = [rest], shards, gather
 
     def wait(self) -> Traffic:
         """Let all of it come, one after the other."""
@@ -352,10 +391,8 @@ class _InShards:
         if (shards := self._shards()) is not None:
             self._averages.append(shards)
             traffic.add(shards.wait())
-        if self._zero is not None:
-            stepped = [p for p in self._zero.parameters if p.requires_grad]
-            self._zero.wire.start_gather(stepped).wait()
-            traffic.add(self._zero.wire.take_moved())
+        if self._gather is not None:
+            traffic.add(self._gather())
         return traffic
 
     def commit(self) -> None:

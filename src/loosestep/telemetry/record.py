@@ -30,15 +30,21 @@ class SyncRecord:
 class LevelTotals:
     """Everything that one level did since the start."""
 
+    _step, _at_step = -1, 0  # no fields: the step of the last record, and its bytes so far
+
     syncs: int = 0
     seconds: float = 0.0
     bytes_sent: int = 0
     bytes_copied: int = 0
     last_drift: float | None = None
     seconds_waited: float = 0.0
+    peak_bytes_sent: int = 0  # for what was launched at one step
 
     def add(self, record: SyncRecord) -> None:
         """Count one more sync."""
+        self._at_step = record.bytes_sent + (self._at_step if record.step == self._step else 0)
+        self._step = record.step
+        self.peak_bytes_sent = max(self.peak_bytes_sent, self._at_step)
         self.syncs += 1
         self.seconds += record.seconds
         self.bytes_sent += record.bytes_sent
