@@ -28,11 +28,11 @@ from loosestep.lab.trainer import contenders
 from loosestep.lab.trainer.display import Display, Tail
 from loosestep.lab.trainer.journal import Journal, chrome_trace
 from loosestep.lab.trainer.mistakes import BadInput
-from loosestep.lab.trainer.plans import CONTENDERS
 from loosestep.lab.trainer.ranks import rank_from
-from loosestep.lab.trainer.reducers import gradient_reducer, parameter_reducer, plain_reducer
 from loosestep.lab.trainer.settings import Settings, read_toml
 from loosestep.lab.trainer.specs import Spec, parse_levels, parse_spec
+from loosestep.lab.trainer.torch_plans import CONTENDERS
+from loosestep.lab.trainer.wire_reducers import gradient_reducer, parameter_reducer, plain_reducer
 from loosestep.lab.trainer.wires import WIRES, parse_gradient_wire, parse_wire
 from loosestep.strategy.recipes import RECIPES
 

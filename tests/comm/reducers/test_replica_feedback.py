@@ -27,8 +27,8 @@ from loosestep.comm.reducers import NOTHING
 from loosestep.comm.reducers.replica_feedback import OfMeans
 from loosestep.lab.trainer.connecting import divided
 from loosestep.lab.trainer.mistakes import BadInput
-from loosestep.lab.trainer.reducers import parameter_reducer
 from loosestep.lab.trainer.specs import parse_spec
+from loosestep.lab.trainer.wire_reducers import parameter_reducer
 from loosestep.lab.trainer.wires import parse_wire
 from loosestep.reducers import ErrorFeedback, Int2, Int4, Mean, Reducer, ReplicaFeedback, TwoLevel
 from loosestep.schedules import after, always, every

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from loosestep.lab.doctor.findings import Finding, Level
 from loosestep.lab.doctor.links import ALL_REDUCE, AVERAGE, Links
-from loosestep.lab.doctor.words import rate, seconds, share, size
+from loosestep.lab.doctor.units import rate, seconds, share, size
 
 MOST_WAITING = 0.1  # of the time
 BYTES = 4  # of a float32

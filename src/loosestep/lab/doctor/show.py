@@ -9,7 +9,7 @@ from loosestep.lab.doctor.advice import Recommendation
 from loosestep.lab.doctor.findings import Finding, Level
 from loosestep.lab.doctor.links import Links, Pair
 from loosestep.lab.doctor.symptoms import inspect_links
-from loosestep.lab.doctor.words import rate, seconds, share, size
+from loosestep.lab.doctor.units import rate, seconds, share, size
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -143,7 +143,7 @@ def _with_reducers(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe's arguments with what its wires stand for."""
     if not any(isinstance(value, Wire) for value in arguments.values()):
         return dict(arguments)
-    from loosestep.lab.trainer.reducers import gradient_reducer, parameter_reducer
+    from loosestep.lab.trainer.wire_reducers import gradient_reducer, parameter_reducer
 
     makers = {"reducer": parameter_reducer, "gradient_reducer": gradient_reducer}
     return {
