@@ -19,7 +19,7 @@ from loosestep.comm.tensors import holders_of
 from loosestep.errors import NotAttachable
 from loosestep.gradients.ddp import DDPAdapter, WholeBuckets, check_no_ddp_inside, free_dispatcher
 from loosestep.gradients.fsdp import FSDPAdapter, mesh_ranks
-from loosestep.gradients.in_memory import InRooms
+from loosestep.gradients.in_memory import InSharedMemory
 from loosestep.gradients.plain import Carrier, Meeting, Parameter, PlainAdapter, ToAll
 from loosestep.gradients.reducing import ByReducer, ReducedBuckets
 from loosestep.gradients.reductions import check_complex, check_no_rooms
@@ -124,7 +124,7 @@ def _takes_sparse(model: torch.nn.Module, replica: Replica, strategy: Strategy) 
 def _carrier(sharing: GradientSharing, reducer: Reducer | None) -> Carrier:
     if reducer is None:
         return ToAll(sharing)
-    by = InRooms if reducer.resident else ByReducer
+    by = InSharedMemory if reducer.resident else ByReducer
     return by(sharing, reducer)
 
 
