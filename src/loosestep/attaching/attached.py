@@ -36,10 +36,8 @@ from loosestep.errors import (
 from loosestep.gradients.ddp import refuse_outer_ddp
 from loosestep.gradients.grad_scaler import ScalerWatch
 from loosestep.gradients.sharing import GradientSharing
-from loosestep.sharding.idle import only_creates_state
 from loosestep.sharding.prepare import ScalerLink
-from loosestep.sharding.recognize import is_sharded
-from loosestep.sharding.unwrap import scaler_of, unwrap_optimizer
+from loosestep.sharding.recognize import is_sharded, only_creates_state, scaler_of, unwrap_optimizer
 from loosestep.strategy.clock import Clock
 from loosestep.strategy.policies import Initial
 from loosestep.strategy.strategy import Strategy
@@ -131,10 +129,10 @@ class Attached:
         ranks, members = self.topology.ranks, self.topology.members
         self._levels_of_all = [name for name in self.topology.levels if members(name) == ranks]
         # Gradients travel while an average is under way: then it needs process groups of its own.
-        air = ConnectedTopology(self.topology) if strategy.overlap_steps else self.topology
-        undo.callback(air.close)
+        averaging = ConnectedTopology(self.topology) if strategy.overlap_steps else self.topology
+        undo.callback(averaging.close)
         replica = self._make_replica(scaler)
-        self._engine = self._make_engine(replica, air)
+        self._engine = self._make_engine(replica, averaging)
         undo.callback(self._engine.close)
         # First: ranks whose strategies differ need not make the same groups.
         averages, initial = strategy.schedule.parameter_levels(), choose(Initial, strategy.initial)
