@@ -1,5 +1,5 @@
 """What a sync does with the mean: outer optimizers, and the two that papers found best."""
 
-from loosestep.strategy.outer import Outer, nesterov, slowmo
+from loosestep.strategy.outer_rules import Outer, nesterov, slowmo
 
 __all__ = ["Outer", "nesterov", "slowmo"]

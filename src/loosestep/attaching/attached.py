@@ -36,10 +36,8 @@ from loosestep.errors import (
 from loosestep.gradients.ddp import refuse_outer_ddp
 from loosestep.gradients.grad_scaler import ScalerWatch
 from loosestep.gradients.sharing import GradientSharing
-from loosestep.sharding.idle import only_creates_state
 from loosestep.sharding.prepare import ScalerLink
-from loosestep.sharding.recognize import is_sharded
-from loosestep.sharding.unwrap import scaler_of, unwrap_optimizer
+from loosestep.sharding.recognize import is_sharded, only_creates_state, scaler_of, unwrap_optimizer
 from loosestep.strategy.clock import Clock
 from loosestep.strategy.policies import Initial
 from loosestep.strategy.strategy import Strategy

@@ -18,7 +18,7 @@ from loosestep.strategy.schedules import Schedule, after, always, every, levels
 
 if TYPE_CHECKING:
     from loosestep.comm.reducers import Reducer
-    from loosestep.strategy.outer import Outer
+    from loosestep.strategy.outer_rules import Outer
     from loosestep.strategy.policies import Sharding
     from loosestep.strategy.strategy import Strategy
     from loosestep.strategy.topology import Topology
@@ -151,7 +151,7 @@ def diloco(
     >>> diloco(100).outer
     Outer(SGD, lr=0.7, momentum=0.9, nesterov=True)
     """
-    from loosestep.strategy.outer import nesterov
+    from loosestep.strategy.outer_rules import nesterov
 
     world = _widest(topology)
     return _strategy(
@@ -185,7 +185,7 @@ def slowmo(
     >>> slowmo().outer
     Outer(SGD, lr=1.0, momentum=0.5)
     """
-    from loosestep.strategy.outer import slowmo as slow_momentum
+    from loosestep.strategy.outer_rules import slowmo as slow_momentum
 
     return diloco(
         period,
@@ -216,7 +216,7 @@ def snoo(
     >>> snoo().schedule(30)
     Due(gradients='world', parameters='world')
     """
-    from loosestep.strategy.outer import nesterov
+    from loosestep.strategy.outer_rules import nesterov
 
     return diloco(
         period,

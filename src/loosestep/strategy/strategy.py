@@ -15,7 +15,7 @@ from loosestep.comm.reducers import (
 )
 from loosestep.comm.reducers.reducer import check_policy, check_suits_parameters, policy_of
 from loosestep.errors import check_whole, choose
-from loosestep.strategy.outer import Outer, check_outer
+from loosestep.strategy.outer_rules import Outer, check_outer
 from loosestep.strategy.policies import (
     Buffers,
     Initial,

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from loosestep.comm.group import Group, require_process_group
 from loosestep.errors import check_instance, check_seconds, check_whole, is_number
 
 if TYPE_CHECKING:
@@ -191,6 +190,8 @@ class Topology:
         It is the caller's to keep. A sharded optimizer takes it:
         ``process_group=topology.process_group("host")``.
         """
+        from loosestep.comm.group import Group  # here alone: a partition needs no groups
+
         return Group.make(self.members(level), self.timeout).hand_over()
 
     def describe(self) -> str:
@@ -286,13 +287,19 @@ def _runs(ranks: Sequence[int]) -> Iterator[str]:
 
 
 def _my_rank() -> int:
-    require_process_group()
+    _check_world()
     return dist.get_rank()
 
 
 def _world_ranks() -> Iterable[int]:
-    require_process_group()
+    _check_world()
     return range(dist.get_world_size())
+
+
+def _check_world() -> None:
+    from loosestep.comm.group import require_process_group
+
+    require_process_group()
 
 
 def _inner_size(mesh: DeviceMesh, dim: int) -> int:

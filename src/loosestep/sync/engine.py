@@ -28,7 +28,7 @@ from loosestep.comm.reducers import NonFinite, Reducer
 from loosestep.comm.tensors import Named, memory
 from loosestep.errors import RankMismatch
 from loosestep.strategy.clock import Clock
-from loosestep.strategy.outer import Outer
+from loosestep.strategy.outer_rules import Outer
 from loosestep.strategy.policies import Initial
 from loosestep.strategy.schedules import Schedule, next_sync
 from loosestep.sync.averager import Averager

@@ -18,7 +18,7 @@ from loosestep.lab.trainer import checkpoint
 from loosestep.lab.trainer.checkpoint import Manifest, complete
 from loosestep.lab.trainer.loop import Worker, inner
 from loosestep.lab.trainer.mistakes import BadInput, one_line
-from loosestep.lab.trainer.parts import mean_state, read_part, write_part
+from loosestep.lab.trainer.part_files import mean_state, read_part, write_part
 from loosestep.lab.trainer.saved import check_settings
 from loosestep.sync.finite import batches, first_nonfinite
 

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore
 from loosestep.comm.failure import reason_of
 from loosestep.errors import LoosestepError, PeerLost
 from loosestep.lab.trainer import saving
+from loosestep.lab.trainer.by_strategy import levels_of
 from loosestep.lab.trainer.connecting import make_sharing
 from loosestep.lab.trainer.images import Images, read_images
 from loosestep.lab.trainer.journal import Journal
@@ -32,7 +33,6 @@ from loosestep.lab.trainer.mistakes import FAILED, LOST, STOPPED, USER_ERROR, Ba
 from loosestep.lab.trainer.orders import Orders
 from loosestep.lab.trainer.ranks import Rank
 from loosestep.lab.trainer.settings import Settings
-from loosestep.lab.trainer.sharing import levels_of
 from loosestep.lab.trainer.stopping import Stopping
 from loosestep.lab.trainer.tasks import Task
 from loosestep.lab.trainer.text import Text, read_text
