@@ -27,7 +27,7 @@ PRELOAD = """
     hypothesis hypothesis.strategies numpy pytest
     torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.optim
     torch.distributed.tensor.parallel
-    loosestep.testing.worker loosestep.lab.trainer.start
+    loosestep.testing.rank_worker loosestep.lab.trainer.start
 """.split()
 
 # No deadline for one example: other processes may take the processor meanwhile.

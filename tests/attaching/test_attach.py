@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from loosestep import (
-    JsonLines,
     RankMismatch,
     Strategy,
-    Telemetry,
-    TensorBoard,
     attach,
     ddp,
     hierarchical_sgd,
@@ -28,7 +24,6 @@ from loosestep import (
 from loosestep.comm.torch_versions import buffers_are_broadcast
 from loosestep.reducers import Mean, Reducer, Resident
 from loosestep.schedules import every
-from loosestep.telemetry import Sink
 from loosestep.testing import RankPool
 from tests.support.oracle import close, equal, loss_of, make_net, sgd, snapshot
 
@@ -349,45 +344,6 @@ def file_descriptors(reducer: Reducer | None) -> int:
 def test_sockets_are_freed(pool: RankPool, reducer: Reducer | None) -> None:
     """Attaching again and again does not pile up descriptors."""
     assert all(extra <= 2 for extra in pool.run(2, file_descriptors, reducer))
-
-
-def write_telemetry(folder: str) -> dict[str, Any]:
-    rank = dist.get_rank()
-    net = make_net()
-    optimizer = sgd(net)
-    sinks: list[Sink] = [JsonLines(f"{folder}/{rank}.jsonl"), TensorBoard(f"{folder}/tb{rank}")]
-    telemetry = Telemetry(sinks=sinks)
-    strategy = post_local_sgd(2, warmup_steps=1, gradients=None)
-    with attach(net, optimizer, strategy, telemetry=telemetry) as run:
-        go(net, optimizer, 5)
-        metrics = run.metrics()
-    telemetry.close()
-    return metrics
-
-
-@pytest.mark.fast
-def test_telemetry(pool: RankPool) -> None:
-    """Bytes, seconds and drift reach the totals, the JSON lines and TensorBoard."""
-    with tempfile.TemporaryDirectory() as folder:
-        metrics, _ = pool.run(2, write_telemetry, folder)
-        lines = [json.loads(line) for line in Path(folder, "0.jsonl").read_text().splitlines()]
-        events = list(Path(folder, "tb0").glob("events*"))
-        assert events
-        assert events[0].stat().st_size > 100
-    numel = sum(p.numel() for p in make_net().parameters())
-    floats = numel + 16  # BatchNorm's running mean and variance
-    world = metrics["parameters/world"]
-    assert world["syncs"] == 2
-    assert world["seconds"] > 0
-    assert 0 < world["last_drift"] < 1
-    # Two ranks: half goes to the other and the other half comes back; counters beside it.
-    assert world["bytes_copied"] == 2 * floats * 4
-    assert metrics["gradients/world"]["syncs"] == 1
-    assert [(line["step"], line["kind"]) for line in lines] == [
-        (0, "gradients"),
-        (3, "parameters"),
-        (5, "parameters"),
-    ]
 
 
 def save_with_dcp(folder: str) -> tuple[int, bool]:

@@ -25,7 +25,7 @@ from loosestep import (
     post_local_sgd,
     zero,
 )
-from loosestep.sharding.unwrap import unwrap_optimizer
+from loosestep.sharding.recognize import unwrap_optimizer
 from loosestep.testing import RankPool
 from tests.support.oracle import equal, loss_of, make_net, sgd, snapshot
 from tests.support.wrappers import WRAPPERS, Doubled, LikeAccelerate, LikeLightning

@@ -17,7 +17,6 @@ from loosestep import LoosestepWarning
 from loosestep.comm import torch_versions
 from loosestep.comm.torch_versions import NEWEST, OLDEST, is_tested, version_of, warn_if_untested
 from loosestep.errors import forget_warnings
-from loosestep.lab.doctor import Finding, Level, inspect_machine
 from loosestep.testing import RankPool
 from tests.support.oracle import make_net
 
@@ -91,21 +90,6 @@ def test_a_tested_version_is_not_spoken_of(monkeypatch: pytest.MonkeyPatch) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_if_untested()
-
-
-def torch_finding() -> Finding:
-    return next(finding for finding in inspect_machine() if finding.name == "torch")
-
-
-def test_the_doctor_knows_the_range(other_version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside it there is a note, inside it the range is named."""
-    finding = torch_finding()
-    assert finding.level is Level.NOTE
-    assert torch_versions.tested_range() in finding.advice
-    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
-    finding = torch_finding()
-    assert finding.level is Level.OK
-    assert f"within the tested {torch_versions.tested_range()}" in finding.value
 
 
 def turn_broadcast_off() -> tuple[bool, bool, list[float]]:

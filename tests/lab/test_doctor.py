@@ -11,10 +11,12 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from loosestep import PeerLost
 from loosestep.comm import native
+from loosestep.comm.torch_versions import NEWEST, tested_range
 from loosestep.lab.doctor import (
     Finding,
     Level,
@@ -229,3 +231,15 @@ def test_bad_times_are_refused() -> None:
         measure_links(timeout=0)
     with pytest.raises(ValueError, match="budget_seconds must be > 0, got -1"):
         measure_links(budget_seconds=-1)
+
+
+def test_the_doctor_knows_the_tested_versions_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside the range there is a note, inside it the range is named."""
+    monkeypatch.setattr(torch, "__version__", f"{NEWEST[0]}.{NEWEST[1] + 1}.0.dev20260101")
+    finding = found("torch")
+    assert finding.level is Level.NOTE
+    assert tested_range() in finding.advice
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    finding = found("torch")
+    assert finding.level is Level.OK
+    assert f"within the tested {tested_range()}" in finding.value

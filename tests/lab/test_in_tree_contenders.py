@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from loosestep import Telemetry, Topology
+from loosestep.lab.trainer.by_strategy import OptimizerPlan
 from loosestep.lab.trainer.in_tree import InTree
-from loosestep.lab.trainer.plans import CONTENDERS
-from loosestep.lab.trainer.sharing import OptimizerPlan
+from loosestep.lab.trainer.torch_plans import CONTENDERS
 from loosestep.testing import RankPool
 from tests.support.oracle import loss_of, make_net
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loosestep.lab.cli import hosts
+from loosestep.lab.cli import comparison_hosts as hosts
 from loosestep.lab.cli.table import rows
 from loosestep.lab.report.facts import facts_of
 from loosestep.lab.runs import read_run

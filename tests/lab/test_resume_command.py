@@ -10,7 +10,7 @@ import torch
 
 from loosestep.lab.runs import read_run
 from loosestep.lab.trainer import checkpoint
-from loosestep.lab.trainer.parts import read_part
+from loosestep.lab.trainer.part_files import read_part
 from loosestep.lab.trainer.settings import Settings
 from tests.support.commands import (
     TINY,

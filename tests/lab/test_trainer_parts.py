@@ -16,6 +16,7 @@ from loosestep.comm.reducers import (
     Int2,
     Mean,
     Reducer,
+    ReplicaFeedback,
     Resident,
     Ternary,
     TopK,
@@ -25,16 +26,19 @@ from loosestep.lab.cli.arguments import parse
 from loosestep.lab.cli.given import settings_of
 from loosestep.lab.runs import log_file
 from loosestep.lab.trainer import contenders
+from loosestep.lab.trainer.connecting import divided
 from loosestep.lab.trainer.display import Display, Tail
 from loosestep.lab.trainer.journal import Journal, chrome_trace
 from loosestep.lab.trainer.mistakes import BadInput
-from loosestep.lab.trainer.plans import CONTENDERS
 from loosestep.lab.trainer.ranks import rank_from
-from loosestep.lab.trainer.reducers import gradient_reducer, parameter_reducer, plain_reducer
 from loosestep.lab.trainer.settings import Settings, read_toml
 from loosestep.lab.trainer.specs import Spec, parse_levels, parse_spec
+from loosestep.lab.trainer.torch_plans import CONTENDERS
+from loosestep.lab.trainer.wire_reducers import gradient_reducer, parameter_reducer, plain_reducer
 from loosestep.lab.trainer.wires import WIRES, parse_gradient_wire, parse_wire
 from loosestep.strategy.recipes import RECIPES
+from loosestep.strategy.topology import Topology
+from loosestep.testing import RankPool
 
 pytestmark = pytest.mark.fast
 
@@ -403,3 +407,32 @@ def test_a_line_that_was_cut_short_is_passed_over(tmp_path: Path):
         file.write('ent": "d"}\n')
     assert [r["event"] for r in tail.records()] == ["d"]
     tail.close()
+
+
+def refused_on(gradients: str, played: int, real: int) -> str:
+    """Return what is said where workers play hosts of a size on machines of another."""
+    spec = parse_spec(f"post_local_sgd:wire=int2+rf,gradients={gradients}")
+    hosts = [Topology.from_sizes({"host": size, "world": 4}) for size in (played, real)]
+    try:
+        divided(spec.strategy(hosts[0]), *hosts)
+    except BadInput as error:
+        return str(error)
+    return ""
+
+
+def test_the_commands_refuse_machines_with_several_replicas(pool: RankPool) -> None:
+    """Whether workers share no gradients, or with others than those of their machine."""
+    for refused in (("none", 2, 2), ("host", 1, 2)):
+        assert all("+ef in place of +rf" in said for said in pool.run(4, refused_on, *refused))
+    for taken in (("host", 2, 2), ("host", 2, 4), ("none", 1, 1)):
+        assert pool.run(4, refused_on, *taken) == [""] * 4
+
+
+def test_replica_feedback_by_name() -> None:
+    """``+rf`` is for parameters, on hosts that are one replica each."""
+    wire = parameter_reducer(parse_wire("int2+rf"))
+    assert repr(wire) == repr(TwoLevel(ReplicaFeedback(Int2()), hosts="agree"))
+    with pytest.raises(BadInput, match=r"such as int2\+rf"):
+        parse_wire("bf16+rf")
+    with pytest.raises(BadInput, match=r"int4\+rf"):
+        parse_wire("int4+fr")

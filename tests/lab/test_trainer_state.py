@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from loosestep.lab.trainer import checkpoint, parts
+from loosestep.lab.trainer import checkpoint
+from loosestep.lab.trainer import part_files as parts
 from loosestep.lab.trainer.checkpoint import Manifest
 from loosestep.lab.trainer.launch import Team
 from loosestep.lab.trainer.mistakes import BadInput

@@ -85,6 +85,37 @@ def test_links_lead_somewhere(page: Path):
         assert (page.parent / match["target"]).exists(), match["target"]
 
 
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+SOURCES = [
+    path for path in (ROOT / "src" / "loosestep").rglob("*") if path.suffix in (".py", ".c", ".h")
+]
+
+
+@pytest.mark.fast
+def test_architecture_names_files_that_exist():
+    """Files and folders by their end, which one file alone has where it is a path."""
+    files = [str(path.relative_to(ROOT / "src" / "loosestep")) for path in SOURCES]
+    named = set(re.findall(r"`([\w/]+\.(?:py|c|h))`", ARCHITECTURE))
+    assert len(named) > 30
+    for name in named:
+        ends = [file for file in files if f"/{file}".endswith(f"/{name}")]
+        assert len(ends) == 1, f"{name}: {ends}"
+    for folder in set(re.findall(r"`([\w/]+)/`", ARCHITECTURE)):
+        assert (ROOT / "src" / "loosestep" / folder).is_dir(), folder
+
+
+@pytest.mark.fast
+def test_architecture_names_notes_and_things_that_exist():
+    """Every note is written somewhere, and everything that a row says where it is, is there."""
+    code = "\n".join(path.read_text() for path in SOURCES)
+    for note in set(re.findall(r"\[Note: ([^\]]+)\]", ARCHITECTURE)):
+        assert re.search(rf"^ *\[Note: {re.escape(' '.join(note.split()))}\]", code, re.M), note
+    rows = ARCHITECTURE.partition("## Where is ...")[2].partition("\n## ")[0]
+    for name in re.findall(r"`((?:\w+\.)?\w+)`", rows):
+        if not name.endswith((".py", ".c", ".h")):
+            assert re.search(rf"\b(def|class) {name.rpartition('.')[2]}\b", code), name
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_names_exist(page: Path):

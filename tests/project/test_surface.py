@@ -7,6 +7,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,15 @@ def test_modules_import_each_other_in_no_circle() -> None:
         ready = {name for name, needed in waiting.items() if not needed & set(waiting)}
         assert ready, f"a circle among {sorted(waiting)}"
         waiting = {name: needed for name, needed in waiting.items() if name not in ready}
+
+
+@pytest.mark.fast
+def test_a_stem_has_one_place() -> None:
+    """No two files are called alike, but for the public doors, which show what is behind them."""
+    doors = {SOURCE / f"{name}.py" for name in ("outer", "reducers", "schedules")}
+    inside = Counter(path.stem for path in SOURCE.rglob("*.py") if path not in doors)
+    twice = {stem for stem, times in inside.items() if times > 1}
+    assert twice == {"__init__"}
 
 
 @pytest.mark.fast

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from loosestep.sharding.optimizer import ZeroRedundancyOptimizer
-from loosestep.sharding.spent import SpentGradient
+from loosestep.sharding.stand_in import SpentGradient
 from loosestep.testing import RankPool
 from tests.support.zero_hooks import HOOKS, Overlapped, Setup, Side, both
 from tests.support.zero_models import WIDTH

@@ -29,14 +29,14 @@ import torch.distributed as dist
 
 from loosestep.lab.emulation import Entry
 from loosestep.testing import forking
-from loosestep.testing.worker import die_with_parent
+from loosestep.testing.rank_worker import die_with_parent
 from tests.support.lines import find_line
 
 INTERFACE = "eth0"
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
 SEGMENT_BYTES = 1448  # what a frame of 1500 bytes carries
 PORT = "29500"  # of the store on the first host, where nobody else listens
-PRELOAD = ("loosestep.testing.worker",)
+PRELOAD = ("loosestep.testing.rank_worker",)
 
 
 def missing() -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loosestep.lab.report.differences import differences
+from loosestep.lab.report.comparability import differences
 from loosestep.lab.report.facts import Facts, facts_of
 from loosestep.lab.report.verdict import Verdict, verdict
 from loosestep.lab.runs import RunInfo, log_file, read_run

@@ -1,8 +1,13 @@
-"""Which adapter a model's gradients need: DDP, FSDP2 or plain; whole, or to their owners."""
+"""Which adapter a model's gradients need: DDP, FSDP2 or plain; whole, or to their owners.
+
+An adapter is what ``attach`` needs from a kind of module; a model may have several kinds.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -12,10 +17,9 @@ from loosestep.comm.reducers import Reducer
 from loosestep.comm.sharded_types import is_dtensor, is_fsdp
 from loosestep.comm.tensors import holders_of
 from loosestep.errors import NotAttachable
-from loosestep.gradients.adapters import Adapter, Together
 from loosestep.gradients.ddp import DDPAdapter, WholeBuckets, check_no_ddp_inside, free_dispatcher
 from loosestep.gradients.fsdp import FSDPAdapter, mesh_ranks
-from loosestep.gradients.in_memory import InRooms
+from loosestep.gradients.in_memory import InSharedMemory
 from loosestep.gradients.plain import Carrier, Meeting, Parameter, PlainAdapter, ToAll
 from loosestep.gradients.reducing import ByReducer, ReducedBuckets
 from loosestep.gradients.reductions import check_complex, check_no_rooms
@@ -36,6 +40,22 @@ if TYPE_CHECKING:
 # Buckets of a plain module under way at once, by stage. Two: little is in memory twice.
 BUCKETS_UNDER_WAY = {1: REDUCTIONS_UNDER_WAY, 2: 2}
 STEPS_LOOKED_AT = 4096  # of a schedule, for steps that share no gradients
+
+
+class Adapter(Protocol):
+    """How a kind of module hands out its gradients."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Keep gradients local inside the block."""
+
+    def broadcast_buffers(self, wanted: bool) -> None:
+        """Allow or forbid the framework's own broadcast of buffers."""
+
+    def before_step(self) -> None:
+        """Make sure that gradients are shared as they should be."""
+
+    def close(self) -> None:
+        """Leave the module as it was."""
 
 
 def make_adapter(
@@ -104,7 +124,7 @@ def _takes_sparse(model: torch.nn.Module, replica: Replica, strategy: Strategy) 
 def _carrier(sharing: GradientSharing, reducer: Reducer | None) -> Carrier:
     if reducer is None:
         return ToAll(sharing)
-    by = InRooms if reducer.resident else ByReducer
+    by = InSharedMemory if reducer.resident else ByReducer
     return by(sharing, reducer)
 
 
@@ -183,3 +203,33 @@ def _levels_beyond_mesh(
             holders = holders_of(topology.peers(level), key)
             wider[level] = topology.subset(level, holders.mine)
     return wider
+
+
+class Together:
+    """Several adapters as one."""
+
+    def __init__(self, adapters: Sequence[Adapter]) -> None:
+        self._adapters = adapters
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients local everywhere."""
+        with ExitStack() as stack:
+            for adapter in self._adapters:
+                stack.enter_context(adapter.no_sync())
+            yield
+
+    def broadcast_buffers(self, wanted: bool) -> None:
+        """Tell all."""
+        for adapter in self._adapters:
+            adapter.broadcast_buffers(wanted)
+
+    def before_step(self) -> None:
+        """Ask all."""
+        for adapter in self._adapters:
+            adapter.before_step()
+
+    def close(self) -> None:
+        """Close all."""
+        for adapter in self._adapters:
+            adapter.close()

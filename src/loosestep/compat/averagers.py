@@ -127,7 +127,9 @@ class HierarchicalModelAverager(ModelAverager, levels_in_torch.HierarchicalModel
             check_hosts_fit(self.reducer, f"every {period}", [ranks[:size]])
         if self._periods[-1] == 1:
             _warn_period_one("the largest period of period_group_size_dict")
-        self._agree_on_groups()
+        # Before groups are made: ranks whose sizes differ would wait for each other.
+        if len(set(self._sizes.values())) > 1 and self._is_member:
+            agree(self._peers(FIRST), Statement((self._describe(),)))
         self.period_process_group_dict: OrderedDict[int, dist.ProcessGroup] = OrderedDict(
             (period, self._group_of(size, ranks)) for period, size in self._sizes.items()
         )
@@ -151,11 +153,6 @@ class HierarchicalModelAverager(ModelAverager, levels_in_torch.HierarchicalModel
                 if step % period == 0:
                     return period
         return 0
-
-    def _agree_on_groups(self) -> None:
-        """Compare the sizes before groups are made: ranks that differ would wait for each other."""
-        if len(set(self._sizes.values())) > 1 and self._is_member:
-            agree(self._peers(FIRST), Statement((self._describe(),)))
 
     def _group_of(self, size: int, ranks: list[int]) -> dist.ProcessGroup:
         if size == len(ranks):

@@ -51,7 +51,7 @@ def _can_move(parameter: torch.nn.Parameter) -> bool:
     return parameter.is_contiguous() and not has_graph
 
 
-class InRooms(ByReducer):
+class InSharedMemory(ByReducer):
     """Buckets of a plain module in memory that the ranks of a host share."""
 
     bucket_type = ResidentBucket
@@ -61,15 +61,15 @@ class InRooms(ByReducer):
         """Let the first ones move into memory that all levels' neighbours see.
 
         Those of parameters that are thawed later get memory of their own, which is copied to and
-        fro: making rooms is collective, and other levels' ranks need not be here at that step.
+        fro: sharing memory is collective, and other levels' ranks need not be here at that step.
         """
         super().adopt(buckets)
-        for bucket, buffer in zip(buckets, self._rooms(buckets), strict=True):
+        for bucket, buffer in zip(buckets, self._buffers_for(buckets), strict=True):
             assert isinstance(bucket, ResidentBucket)
             bucket.settle(buffer)
             self._take_in(bucket, buffer)
 
-    def _rooms(self, buckets: Sequence[Bucket]) -> list[torch.Tensor]:
+    def _buffers_for(self, buckets: Sequence[Bucket]) -> list[torch.Tensor]:
         firsts = [bucket.parameters[0] for bucket in buckets]
         sizes = [self._bytes(bucket) for bucket in buckets]
         devices = [first.device for first in firsts]

@@ -113,8 +113,11 @@ class ShardedState:
                 self._inner.state[shard] = state
             else:
                 self._inner.state.pop(shard, None)
-        groups: list[ParamGroup] = [dict(group) for group in json.loads(state_dict["groups"])]
-        copy_settings([_tuples(group) for group in groups], self._inner.param_groups)
+        groups: list[ParamGroup] = [
+            {key: tuple(v) if isinstance(v, list) else v for key, v in group.items()}  # betas
+            for group in json.loads(state_dict["groups"])
+        ]
+        copy_settings(groups, self._inner.param_groups)
         self._loaded()
 
     def _chunk_of(self, parameter: torch.Tensor, value: Any) -> Any:
@@ -178,11 +181,8 @@ def _emptied(state: State) -> State:
 def _was_read(state: State) -> bool:
     """Say whether a checkpoint has filled this: it is not all NaN, as the room for it was."""
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return bool(state) and not (tensors and all(_untouched(tensor) for tensor in tensors))
-
-
-def _untouched(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and bool(tensor.isnan().all())
+    untouched = all(t.is_floating_point() and bool(t.isnan().all()) for t in tensors)
+    return bool(state) and not (tensors and untouched)
 
 
 def _number(value: object) -> object:
@@ -192,8 +192,3 @@ def _number(value: object) -> object:
         f"a parameter group holds a {type(value).__name__}; only numbers, strings, lists and None "
         "can be saved"
     )
-
-
-def _tuples(group: ParamGroup) -> ParamGroup:
-    """Return the group with tuples (betas) in the place of lists."""
-    return {key: tuple(v) if isinstance(v, list) else v for key, v in group.items()}

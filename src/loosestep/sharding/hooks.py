@@ -25,9 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from loosestep.gradients.backward import Backward, usage_of
 from loosestep.gradients.sharing import as_parameters, check_no_sparse_parts, finished
 from loosestep.sharding.plans import AfterLast, Arrival, ByHook, EachBucket, Plan, Reduction
-from loosestep.sharding.recognize import is_sharded
-from loosestep.sharding.spent import forget_spent, spend
-from loosestep.sharding.unwrap import is_wrapper, scaler_of, unwrap_optimizer
+from loosestep.sharding.recognize import is_sharded, is_wrapper, scaler_of, unwrap_optimizer
+from loosestep.sharding.stand_in import forget_spent, spend
 
 if TYPE_CHECKING:
     from loosestep.sharding.optimizer import ZeroRedundancyOptimizer

@@ -41,7 +41,7 @@ from loosestep.sharding.shard_set import (
     names_of,
     settings_of,
 )
-from loosestep.sharding.spent import forget_spent
+from loosestep.sharding.stand_in import forget_spent
 from loosestep.sharding.state import (
     check_groups,
     consolidate,

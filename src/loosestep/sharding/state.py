@@ -131,18 +131,18 @@ def _move(
         place.copy_(mine)
         return
     if peers.group_rank == source and mine is not None and mine.numel():
-        sent = mine.detach().to(_carrier(peers)).contiguous().view(-1).view(torch.uint8)
+        sent = mine.detach().to(_message_device(peers)).contiguous().view(-1).view(torch.uint8)
         for transfer in peers.post([Message(sent, to, outgoing=True)], tag):
             transfer.wait()
     elif peers.group_rank == to and place is not None and place.numel():
-        room = STAGING.take(place.numel(), place.dtype, _carrier(peers))
-        for transfer in peers.post([Message(room.view(torch.uint8), source, outgoing=False)], tag):
+        came = STAGING.take(place.numel(), place.dtype, _message_device(peers))
+        for transfer in peers.post([Message(came.view(torch.uint8), source, outgoing=False)], tag):
             transfer.wait()
-        place.copy_(room.view(place.shape))
-        STAGING.give(room)
+        place.copy_(came.view(place.shape))
+        STAGING.give(came)
 
 
-def _carrier(peers: Peers) -> torch.device:
+def _message_device(peers: Peers) -> torch.device:
     """Return the device that both ends of a message use: the CPU, if the group can."""
     return peers.device_for(torch.device("cpu"))
 

@@ -13,9 +13,9 @@ import torch
 
 from loosestep.comm.peers import Phase
 from loosestep.errors import RankMismatch
-from loosestep.sharding.idle import only_creates_state
 from loosestep.sharding.options import ZeroOptions
 from loosestep.sharding.prepare import ScalerLink, inverse_of, multiply_, scale_to_norm_, total_norm
+from loosestep.sharding.recognize import only_creates_state
 from loosestep.sharding.shard_set import Parts
 from loosestep.sharding.wire import ShardWire
 

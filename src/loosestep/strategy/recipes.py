@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from loosestep.comm.reducers import Reducer
     from loosestep.strategy.arrivals import Arrival
     from loosestep.strategy.fragments import Fragments
-    from loosestep.strategy.outer import Outer
+    from loosestep.strategy.outer_rules import Outer
     from loosestep.strategy.policies import Sharding
     from loosestep.strategy.strategy import Strategy
     from loosestep.strategy.topology import Topology
@@ -153,7 +153,7 @@ def diloco(
     >>> diloco(100).outer
     Outer(SGD, lr=0.7, momentum=0.9, nesterov=True)
     """
-    from loosestep.strategy.outer import nesterov
+    from loosestep.strategy.outer_rules import nesterov
 
     world = _widest(topology)
     return _strategy(
@@ -193,7 +193,7 @@ def streaming_diloco(
     >>> [schedule(step).fragment for step in (4, 8, 12)]
     [0, 1, 0]
     """
-    from loosestep.strategy.outer import nesterov
+    from loosestep.strategy.outer_rules import nesterov
 
     world = _widest(topology)
     turns = streaming(period, num_fragments, world, gradients=gradients)
@@ -229,7 +229,7 @@ def slowmo(
     >>> slowmo().outer
     Outer(SGD, lr=1.0, momentum=0.5)
     """
-    from loosestep.strategy.outer import slowmo as slow_momentum
+    from loosestep.strategy.outer_rules import slowmo as slow_momentum
 
     return diloco(
         period,
@@ -260,7 +260,7 @@ def snoo(
     >>> snoo().schedule(30)
     Due(gradients='world', parameters='world')
     """
-    from loosestep.strategy.outer import nesterov
+    from loosestep.strategy.outer_rules import nesterov
 
     return diloco(
         period,

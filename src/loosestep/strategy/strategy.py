@@ -17,7 +17,7 @@ from loosestep.comm.reducers.reducer import check_policy, check_suits_parameters
 from loosestep.errors import check_instance, check_whole, choose
 from loosestep.strategy.arrivals import Arrival, Delta
 from loosestep.strategy.fragments import Fragments
-from loosestep.strategy.outer import Outer, check_outer
+from loosestep.strategy.outer_rules import Outer, check_outer
 from loosestep.strategy.policies import (
     Buffers,
     Initial,

@@ -12,15 +12,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from loosestep.comm.group import Group, require_process_group
 from loosestep.errors import check_instance, check_seconds, check_whole, is_number
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Partition = tuple[tuple[int, ...], ...]  # of global ranks, into groups
 
@@ -112,6 +109,8 @@ class Topology:
 
         A mesh ``(replicate=2, shard=4)`` gives ``shard`` (groups of 4) and ``replicate`` (all 8).
         """
+        hint = "a DeviceMesh such as init_device_mesh('cpu', (2, 4), mesh_dim_names=(...))"
+        check_instance("mesh", mesh, DeviceMesh, hint)
         names = mesh.mesh_dim_names
         if names is None:
             raise ValueError("the DeviceMesh needs mesh_dim_names: they become the level names")
@@ -191,6 +190,8 @@ class Topology:
         It is the caller's to keep. A sharded optimizer takes it:
         ``process_group=topology.process_group("host")``.
         """
+        from loosestep.comm.group import Group  # here alone: a partition needs no groups
+
         return Group.make(self.members(level), self.timeout).hand_over()
 
     def describe(self) -> str:
@@ -286,13 +287,19 @@ def _runs(ranks: Sequence[int]) -> Iterator[str]:
 
 
 def _my_rank() -> int:
-    require_process_group()
+    _check_world()
     return dist.get_rank()
 
 
 def _world_ranks() -> Iterable[int]:
-    require_process_group()
+    _check_world()
     return range(dist.get_world_size())
+
+
+def _check_world() -> None:
+    from loosestep.comm.group import require_process_group
+
+    require_process_group()
 
 
 def _inner_size(mesh: DeviceMesh, dim: int) -> int:

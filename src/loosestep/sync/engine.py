@@ -30,7 +30,7 @@ from loosestep.errors import RankMismatch
 from loosestep.strategy.arrivals import Arrival, Delta
 from loosestep.strategy.clock import Clock
 from loosestep.strategy.fragments import Fragments
-from loosestep.strategy.outer import Outer
+from loosestep.strategy.outer_rules import Outer
 from loosestep.strategy.policies import Initial
 from loosestep.strategy.schedules import Schedule, next_sync
 from loosestep.sync.averager import Averager
@@ -229,8 +229,12 @@ class Engine:
     def finalize(self, last_step: int, *, name: str | None = None) -> None:
         """Average the steps since the last sync over the widest level.
 
-        ``last_step`` is the number by which the last step was, or would have been, followed.
+        ``last_step`` is the number by which the last step was, or would have been, followed. A
+        schedule that averages nothing leaves to do what something other than steps has moved.
         """
+        if self._schedule is not None and not self._schedule.parameter_levels():
+            self._average_what_moved()
+            return
         while self._overlap.flights:
             self.land()
         # Ranks that have ended at different steps would next ask for different fragments.
@@ -286,6 +290,20 @@ class Engine:
         self.commit(average, averager, name or level, began, equal=equal)
         self._anchor_narrower(level, parts)
         return done
+
+    def _average_what_moved(self) -> None:
+        """Average exactly where replicas differ although all steps have been all replicas'."""
+        began, exact, step = time.perf_counter(), self._exact(), self._clock.step
+        parts = self.replica.parts(exact.peers)
+        parts = replace(parts, means=exact.held_by_several(parts.means))
+        if not parts.means:
+            return
+        clean = Progress(step, final=True, clean=fingerprint(parts.everything))
+        # Without a look: equal replicas are left as they are, infinite ones too.
+        if all_clean(exact.agree(parts, clean, look=False).headers):
+            return
+        average = exact.start(exact.agree(parts, Progress(step, final=True)))
+        self.commit(average, exact, self.widest, began, equal=True)
 
     def average_also(self, named: Sequence[Named]) -> None:
         """Average what is no part of the replica over the widest level; all ranks call it.

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from loosestep.comm.reducers import NOTHING, Reducer, State
-from loosestep.strategy.outer import Outer
-from loosestep.sync.outer import OuterState
+from loosestep.strategy.outer_rules import Outer
+from loosestep.sync.outer_steps import OuterState
 
 if TYPE_CHECKING:
     from loosestep.sync.jobs import Job

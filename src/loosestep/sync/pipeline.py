@@ -211,7 +211,10 @@ class Averaging:
             sent.handle.advance()
             self._outbound.append(sent)
             self._launch_some()
-            while len(self._outbound) > self._depth or self._staged_bytes > BUDGET_BYTES:
+            while (
+                len(self._outbound) > self._depth
+                or sum(sent.bytes_staged for sent in self._outbound) > BUDGET_BYTES
+            ):
                 self._land()
         while self._outbound:
             self._land()
@@ -246,16 +249,12 @@ class Averaging:
             else:
                 self._inbound.append(self._sender.send_together(jobs, phase))
 
-    @property
-    def _staged_bytes(self) -> int:
-        return sum(sent.bytes_staged for sent in self._outbound)
-
     def _take_largest(self, counters: Sequence[Named], peers: Peers) -> None:
         for window in windows(counters, COUNTER_WINDOW_BYTES):
-            carrier = torch.uint8 if window.dtype in (torch.bool, torch.uint8) else torch.int64
-            carrier = torch.float64 if window.dtype.is_floating_point else carrier
+            wide = torch.uint8 if window.dtype in (torch.bool, torch.uint8) else torch.int64
+            wide = torch.float64 if window.dtype.is_floating_point else wide
             device = window.device if peers.size == 1 else peers.device_for(window.device)
-            staging = torch.empty(window.numel, dtype=carrier, device=device)
+            staging = torch.empty(window.numel, dtype=wide, device=device)
             buffer = pack(window, staging)
             phase = Phase("taking the largest of", window.name, self._step)
             reducer, place = Native(dist.ReduceOp.MAX), Place(window.name)

@@ -32,7 +32,7 @@ from loosestep.comm.reducers import Handle, Mean, Place, Reducer, check_reducer
 from loosestep.comm.tensors import Named
 from loosestep.errors import check_whole
 from loosestep.testing import forking
-from loosestep.testing.worker import Answer, Job, connect_store, work
+from loosestep.testing.rank_worker import Answer, Job, connect_store, work
 
 __all__ = ["RankPool", "RanksFailed", "RecordingReducer", "run_ranks"]
 

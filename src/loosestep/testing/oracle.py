@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loosestep.strategy.outer import Outer
+from loosestep.strategy.outer_rules import Outer
 from loosestep.strategy.policies import Buffers, OptimizerState, choose_state
 from loosestep.strategy.strategy import Strategy
 from loosestep.strategy.topology import Topology

@@ -25,11 +25,6 @@ from loosestep.comm.flat import STAGING
 from loosestep.comm.group import Group, peers_of, world_group
 from loosestep.comm.reducers import NOTHING
 from loosestep.comm.reducers.replica_feedback import OfMeans
-from loosestep.lab.trainer.connecting import divided
-from loosestep.lab.trainer.mistakes import BadInput
-from loosestep.lab.trainer.reducers import parameter_reducer
-from loosestep.lab.trainer.specs import parse_spec
-from loosestep.lab.trainer.wires import parse_wire
 from loosestep.reducers import ErrorFeedback, Int2, Int4, Mean, Reducer, ReplicaFeedback, TwoLevel
 from loosestep.schedules import after, always, every
 from loosestep.sync.averager import Averager
@@ -291,32 +286,3 @@ def test_what_has_no_replica_is_refused(pool: RankPool) -> None:
     with pytest.raises(ValueError, match="written with ErrorFeedback"):
         OfMeans(NOTHING).load_state_dict({"sent": {"0": torch.zeros(1)}})
     assert all("nobody who remembers" in text for text in pool.run(2, one_shot))
-
-
-def refused_on(gradients: str, played: int, real: int) -> str:
-    """Return what is said where workers play hosts of a size on machines of another."""
-    spec = parse_spec(f"post_local_sgd:wire=int2+rf,gradients={gradients}")
-    hosts = [Topology.from_sizes({"host": size, "world": 4}) for size in (played, real)]
-    try:
-        divided(spec.strategy(hosts[0]), *hosts)
-    except BadInput as error:
-        return str(error)
-    return ""
-
-
-def test_the_commands_refuse_machines_with_several_replicas(pool: RankPool) -> None:
-    """Whether workers share no gradients, or with others than those of their machine."""
-    for refused in (("none", 2, 2), ("host", 1, 2)):
-        assert all("+ef in place of +rf" in said for said in pool.run(4, refused_on, *refused))
-    for taken in (("host", 2, 2), ("host", 2, 4), ("none", 1, 1)):
-        assert pool.run(4, refused_on, *taken) == [""] * 4
-
-
-def test_by_name() -> None:
-    """``+rf`` is for parameters, on hosts that are one replica each."""
-    wire = parameter_reducer(parse_wire("int2+rf"))
-    assert repr(wire) == repr(TwoLevel(ReplicaFeedback(Int2()), hosts="agree"))
-    with pytest.raises(BadInput, match=r"such as int2\+rf"):
-        parse_wire("bf16+rf")
-    with pytest.raises(BadInput, match=r"int4\+rf"):
-        parse_wire("int4+fr")

@@ -25,9 +25,9 @@ def train(found: argparse.Namespace) -> int:
     if rank is not None and settings.out is None:
         raise BadInput("workers started by torchrun or SLURM need --out DIR, the same for all")
     check_spec(settings.spec)
-    import loosestep.lab.cli.train
+    import loosestep.lab.cli.train_command
 
-    return loosestep.lab.cli.train.train(settings, rank)
+    return loosestep.lab.cli.train_command.train(settings, rank)
 
 
 def compare(found: argparse.Namespace) -> int:

@@ -16,11 +16,11 @@ from rich.progress import (
 )
 
 from loosestep.lab.cli.comparison import Comparison, Contender
+from loosestep.lab.cli.comparison_hosts import Hosts, hosts
 from loosestep.lab.cli.folders import drop_if_empty, new_folder, safe
 from loosestep.lab.cli.given import command_line
-from loosestep.lab.cli.hosts import Hosts, hosts
 from loosestep.lab.cli.table import table, write_json
-from loosestep.lab.cli.train import check_run, say_error
+from loosestep.lab.cli.train_command import check_run, say_error
 from loosestep.lab.report import write_report
 from loosestep.lab.report.facts import facts_of
 from loosestep.lab.report.verdict import target_loss

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from loosestep.lab.doctor.findings import Finding, Level
 from loosestep.lab.doctor.links import ALL_REDUCE, AVERAGE, Links
-from loosestep.lab.doctor.words import rate, seconds, share, size
+from loosestep.lab.doctor.units import rate, seconds, share, size
 
 MOST_WAITING = 0.1  # of the time
 BYTES = 4  # of a float32
@@ -74,7 +74,10 @@ def recommend(
     best, reasons = plain, [_why_ddp(job, plain)]
     if plain.share_waited > MOST_WAITING:
         plan = _first_that_fits(job)
-        best, reasons = job.cost(plan), [_why_not_ddp(job, plain), *_why(job, plan)]
+        best, reasons = (
+            job.cost(plan),
+            [f"{_what_ddp_does(job, plain)}: too much.", *_why(job, plan)],
+        )
     reasons += _where(links)
     problems = [f.name for f in machine if f.level is Level.PROBLEM]
     reasons += [f"See to the problems first: {', '.join(problems)}."] if problems else []
@@ -204,10 +207,6 @@ def _why_ddp(job: Job, cost: Cost) -> str:
     if job.links.num_ranks == 1:
         return "There is one rank: nothing is shared, and nobody waits."
     return f"{_what_ddp_does(job, cost)}, which is fast enough; nothing is as exact."
-
-
-def _why_not_ddp(job: Job, cost: Cost) -> str:
-    return f"{_what_ddp_does(job, cost)}: too much."
 
 
 def _what_ddp_does(job: Job, cost: Cost) -> str:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from loosestep.comm import native
 from loosestep.comm.torch_versions import is_tested, tested_range
 from loosestep.lab.doctor.findings import Finding, Level
+from loosestep.lab.doctor.memory_sharing import inspect_sharing
 from loosestep.lab.doctor.network import inspect_network
-from loosestep.lab.doctor.sharing import inspect_sharing
-from loosestep.lab.doctor.words import size
+from loosestep.lab.doctor.units import size
 from loosestep.lab.emulation import missing
 
 LEAST_MEMORY = 1 << 30  # torch alone takes a third of it in every worker

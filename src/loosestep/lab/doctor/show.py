@@ -9,7 +9,7 @@ from loosestep.lab.doctor.advice import Recommendation
 from loosestep.lab.doctor.findings import Finding, Level
 from loosestep.lab.doctor.links import Links, Pair
 from loosestep.lab.doctor.symptoms import inspect_links
-from loosestep.lab.doctor.words import rate, seconds, share, size
+from loosestep.lab.doctor.units import rate, seconds, share, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +37,13 @@ def show(
     if links is not None and links.num_ranks > 1:
         console.print(_findings("Links", inspect_links(links)))
         ranks = sorted(rank for pair in links.pairs for rank in (pair.first, pair.second))
-        console.print(_matrix("Round trip", links, sorted(set(ranks)), _round_trip))
+        took = _matrix(
+            "Round trip",
+            links,
+            sorted(set(ranks)),
+            lambda pair, _: seconds(pair.round_trip_seconds),
+        )
+        console.print(took)
         console.print(_matrix("Rate, from row to column", links, sorted(set(ranks)), _rate))
         console.print(_rates(links))
     if recommendation is not None:
@@ -70,10 +76,6 @@ def _matrix(
         pairs = [by_ranks.get((row, column)) for column in ranks]
         table.add_row(f"{row}", *("" if pair is None else cell(pair, row) for pair in pairs))
     return table
-
-
-def _round_trip(pair: Pair, row: int) -> str:
-    return seconds(pair.round_trip_seconds)
 
 
 def _rate(pair: Pair, row: int) -> str:

@@ -6,7 +6,7 @@ import statistics
 
 from loosestep.lab.doctor.findings import Finding, Level
 from loosestep.lab.doctor.links import AVERAGE, Links, Pair
-from loosestep.lab.doctor.words import rate, seconds
+from loosestep.lab.doctor.units import rate, seconds
 
 MOST_OFFSET = 0.5  # seconds between two hosts' clocks
 SLOW_SHARE = 0.5  # of the usual rate

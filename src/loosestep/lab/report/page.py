@@ -16,7 +16,7 @@ from importlib.resources import files
 from typing import Any
 
 from loosestep.lab.report import words
-from loosestep.lab.report.differences import differences, flat
+from loosestep.lab.report.comparability import differences, flat
 from loosestep.lab.report.drawing import drawing
 from loosestep.lab.report.facts import Facts, facts_of
 from loosestep.lab.report.verdict import Verdict, verdict

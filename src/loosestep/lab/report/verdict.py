@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from loosestep.lab.report import words
-from loosestep.lab.report.differences import Differences
+from loosestep.lab.report.comparability import Differences
 from loosestep.lab.report.facts import Facts
 from loosestep.lab.runs import RunInfo
 

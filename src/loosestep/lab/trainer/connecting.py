@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 
 from loosestep.comm.reducers import TwoLevel
+from loosestep.lab.trainer.by_strategy import OptimizerPlan, Ours, Sharing
 from loosestep.lab.trainer.contenders import plan_of
 from loosestep.lab.trainer.in_tree import InTree
 from loosestep.lab.trainer.mistakes import BadInput
 from loosestep.lab.trainer.settings import Settings
-from loosestep.lab.trainer.sharing import OptimizerPlan, Ours, Sharing
 from loosestep.strategy.schedules import always_shares_gradients
 from loosestep.strategy.strategy import Strategy
 from loosestep.strategy.topology import Topology

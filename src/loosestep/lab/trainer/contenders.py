@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from loosestep.lab.trainer.mistakes import BadInput, nearest
-from loosestep.lab.trainer.plans import CONTENDERS, Plan
 from loosestep.lab.trainer.specs import OURS, Spec, arguments_of, needs
+from loosestep.lab.trainer.torch_plans import CONTENDERS, Plan
 
 
 def names() -> list[str]:

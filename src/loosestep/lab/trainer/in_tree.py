@@ -23,9 +23,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 from torch.nn.parallel import DistributedDataParallel
 
 from loosestep.comm.reducers import Native
+from loosestep.lab.trainer.by_strategy import OptimizerPlan
 from loosestep.lab.trainer.mistakes import BadInput
-from loosestep.lab.trainer.plans import Plan
-from loosestep.lab.trainer.sharing import OptimizerPlan
+from loosestep.lab.trainer.torch_plans import Plan
 from loosestep.strategy.topology import Topology
 from loosestep.sync.averager import average_
 from loosestep.telemetry import SyncRecord, Telemetry

@@ -103,7 +103,8 @@ class Team:
         while any(process.poll() is None for process in self.processes):
             time.sleep(POLL_SECONDS)
             watch()
-            if deadline == float("inf") and self._ended_early():
+            # Somebody has ended without whom the others cannot finish.
+            if deadline == float("inf") and any(code != 0 for code in self._codes().values()):
                 deadline = time.monotonic() + GRACE_SECONDS
             if time.monotonic() > deadline:
                 self.kill()
@@ -125,10 +126,6 @@ class Team:
         """Return the exit codes of those that ended by themselves, by rank."""
         codes = {rank: process.poll() for rank, process in enumerate(self.processes)}
         return {r: c for r, c in codes.items() if c is not None and r not in self.killed}
-
-    def _ended_early(self) -> bool:
-        """Say whether somebody has ended without whom the others cannot finish."""
-        return any(code != 0 for code in self._codes().values())
 
     def _outcome(self) -> Outcome:
         if self.interrupts > 1:

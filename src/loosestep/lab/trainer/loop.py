@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from loosestep.lab.trainer.by_strategy import OptimizerPlan, Sharing
 from loosestep.lab.trainer.journal import Journal
 from loosestep.lab.trainer.settings import Settings
-from loosestep.lab.trainer.sharing import OptimizerPlan, Sharing
 from loosestep.lab.trainer.stopping import Stopping
 from loosestep.lab.trainer.tasks import Feed, Order, Task
 

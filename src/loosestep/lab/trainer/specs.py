@@ -143,7 +143,7 @@ def _with_reducers(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe's arguments with what its wires stand for."""
     if not any(isinstance(value, Wire) for value in arguments.values()):
         return dict(arguments)
-    from loosestep.lab.trainer.reducers import gradient_reducer, parameter_reducer
+    from loosestep.lab.trainer.wire_reducers import gradient_reducer, parameter_reducer
 
     makers = {"reducer": parameter_reducer, "gradient_reducer": gradient_reducer}
     return {
@@ -211,13 +211,9 @@ def _is_mapping(hint: Any) -> bool:
     )
 
 
-def _allowed(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if not _is_mapping(hint) and typing.get_args(hint) else (hint,)
-
-
 def _converted(what: str, hint: Any, key: str, value: Value) -> Any:
     """Return an option as the recipe wants it."""
-    allowed = _allowed(hint)
+    allowed = (not _is_mapping(hint) and typing.get_args(hint)) or (hint,)
     if Wire in allowed:
         return (parse_wire if key == "reducer" else parse_gradient_wire)(str(value))
     if value is None or isinstance(value, Mapping):

@@ -122,7 +122,8 @@ def _files(sources: Sequence[str]) -> Iterator[Path]:
         if path.is_dir():
             yield from _in_folder(path)
         elif path.exists():
-            _refuse_binary(path)
+            if is_binary(path):
+                raise BadInput(f"{path}: this is binary data and no text; give text files")
             yield path
         else:
             yield from _matching(source)
@@ -133,7 +134,10 @@ def _matching(pattern: str) -> Iterator[Path]:
     if not found:
         raise BadInput(f"{pattern}: no such file or folder, and no file matches it")
     for path in found:
-        yield from _in_folder(path) if path.is_dir() else _text_only(path)
+        if path.is_dir():
+            yield from _in_folder(path)
+        elif not is_binary(path):
+            yield path
 
 
 def _in_folder(folder: Path) -> Iterator[Path]:
@@ -145,18 +149,8 @@ def _in_folder(folder: Path) -> Iterator[Path]:
     yield from texts
 
 
-def _text_only(path: Path) -> Iterator[Path]:
-    if not is_binary(path):
-        yield path
-
-
 def _hidden(path: Path) -> bool:
     return any(part.startswith(".") and part not in (".", "..") for part in path.parts)
-
-
-def _refuse_binary(path: Path) -> None:
-    if is_binary(path):
-        raise BadInput(f"{path}: this is binary data and no text; give text files")
 
 
 def is_binary(path: Path) -> bool:

@@ -10,7 +10,7 @@ int2+rf                   the same for parameters; what was lost stays in the re
 ternary                   -1, 0 or 1 times a scale
 resident+ternary          gradients by what follows, in memory shared by a host's workers
 
-Nothing here needs torch; ``reducers`` makes of a wire what moves values.
+Nothing here needs torch; ``wire_reducers`` makes of a wire what moves values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Anchors and the outer optimizer that steps them: the state of a ``strategy.outer.Outer``."""
+"""Anchors and the optimizer that steps them: the state of a ``strategy.outer_rules.Outer``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from loosestep.comm.tensors import Named
-from loosestep.strategy.outer import Outer
+from loosestep.strategy.outer_rules import Outer
 
 CHUNK_BYTES = 4 << 20  # of anchors that are stepped together: what is on the way stays in the cache
 

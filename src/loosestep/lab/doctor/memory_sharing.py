@@ -10,7 +10,7 @@ import sys
 from loosestep.comm.transport import kernel
 from loosestep.comm.transport.segments import SHARED_FOLDER, Segment
 from loosestep.lab.doctor.findings import Finding, Level
-from loosestep.lab.doctor.words import size
+from loosestep.lab.doctor.units import size
 
 SMALL_FOLDER = 1 << 30  # bytes; containers have 64 MB unless told otherwise
 SECONDS = 20.0  # for another process to start and to read 8 bytes
