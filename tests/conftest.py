@@ -9,6 +9,9 @@ from pathlib import Path
 
 # Before torch is loaded. Ranks are processes; thread pools in them would fight for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch.distributed.optim compiles a dozen optimizers to TorchScript when it is imported: a second
+# in every process, for what no test uses.
+os.environ.setdefault("PYTORCH_JIT", "0")
 
 import hypothesis
 import pytest

@@ -16,12 +16,14 @@ from loosestep import (
     LoosestepWarning,
     ModelAverager,
     PeriodicModelAverager,
+    PostLocalSGDOptimizer,
     RankMismatch,
     Strategy,
     attach,
     ddp,
     post_local_sgd,
 )
+from loosestep.reducers import ErrorFeedback, Int8
 from loosestep.schedules import every
 from loosestep.testing import RankPool
 from tests.support.oracle import Net, equal, exact_mean, loss_of, make_net, sgd, snapshot
@@ -181,6 +183,59 @@ def test_averagers_do_not_take_one_ranks_state_for_all(pool: RankPool) -> None:
             *(refused, taken, refused),  # over both ranks at 0, 4, ...
             *(refused, refused, refused),  # what comes has nothing of the calls since
         ]
+
+
+def loaded_by_optimizers() -> list[tuple[str, list[int]]]:
+    """Do the same with optimizers that average, and load an own state too.
+
+    Return what came of rank 0's, and the steps apart that are saved right after an own state is
+    loaded, after one step and after two.
+    """
+    told = []
+    makers: list[Callable[[], ModelAverager]] = [
+        lambda: PeriodicModelAverager(4),
+        lambda: PeriodicModelAverager(4, warmup_steps=3),
+        lambda: PeriodicModelAverager(4, reducer=ErrorFeedback(Int8())),
+        lambda: PeriodicModelAverager(4, overlap_steps=2),
+    ]
+    for make in makers:
+        for steps in (3, 5):
+            net = make_net()
+            optimizer = PostLocalSGDOptimizer(sgd(net), make())
+            go(net, optimizer, 0, steps)
+            own = optimizer.state_dict()
+            held: list[Any] = [own]
+            dist.broadcast_object_list(held, 0)
+            other = PostLocalSGDOptimizer(sgd(net), make())
+            before = other.state_dict()
+            try:
+                other.load_state_dict(held[0])
+                said = "taken"
+            except RankMismatch as error:
+                words = ("rank 0 of 2", "ranks [1]", "finalize")
+                said = "refused" if all(word in str(error) for word in words) else str(error)
+                assert other.state_dict() == before
+            other.load_state_dict(own)
+            apart = [other.averager.state_dict()["steps_apart"]]
+            for step in (steps, steps + 1):
+                go(net, other, step, step + 1)
+                apart.append(other.averager.state_dict()["steps_apart"])
+            told.append((said, apart))
+            optimizer.finalize()
+            other.finalize()
+            held = [other.state_dict()]
+            dist.broadcast_object_list(held, 0)
+            PostLocalSGDOptimizer(sgd(net), make()).load_state_dict(held[0])
+    return told
+
+
+def test_optimizers_that_average_do_not_take_one_ranks_state_for_all(pool: RankPool) -> None:
+    """In mid-period, before anything is loaded; an own state is known to be of mid-period still."""
+    at_0 = [("refused", [2, 3, 0]), ("taken", [0, 1, 2])]  # averages at steps 0 and 4
+    at_3 = [("taken", [0, 0, 1]), ("refused", [1, 2, 3])]
+    late = [("refused", [2, 3, 4]), ("refused", [4, 5, 2])]  # launched at 0 and 4, lands at 2 and 6
+    for told in pool.run(2, loaded_by_optimizers):
+        assert told == [*at_0, *at_3, *at_0, *late]
 
 
 def saved_inside_averaged(strategy: Strategy) -> bool:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import parse_args as parse_torchrun
 
-from loosestep import hierarchical_sgd, post_local_sgd
 from loosestep.lab.cli.arguments import parse
 from loosestep.lab.doctor import (
     Finding,
@@ -26,6 +25,7 @@ from loosestep.lab.doctor.advice import LADDER, WIRES, Plan
 from loosestep.lab.doctor.measuring import pairs_of
 from loosestep.lab.doctor.rates import affordable
 from loosestep.lab.trainer.specs import parse_spec
+from loosestep.strategy.recipes import RECIPES
 
 pytestmark = pytest.mark.fast
 
@@ -191,8 +191,10 @@ def test_every_rung_is_a_strategy(wire: str) -> None:
 
 def test_a_warmup_is_offered_and_not_taken_for_granted() -> None:
     """Recipes have none unless they are told, and neither has the command that is recommended."""
-    assert inspect.signature(post_local_sgd).parameters["warmup_steps"].default == 0
-    assert inspect.signature(hierarchical_sgd).parameters["warmup_steps"].default == 0
+    arguments = [inspect.signature(recipe).parameters for recipe in RECIPES.values()]
+    defaults = [given["warmup_steps"].default for given in arguments if "warmup_steps" in given]
+    assert len(defaults) > 2
+    assert set(defaults) == {0}
 
 
 def test_bad_numbers_are_refused() -> None:

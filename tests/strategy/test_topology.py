@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from loosestep import Topology
 from loosestep.strategy.topology import Partition
-from loosestep.sync.connected import ConnectedTopology, resolve
+from loosestep.sync.connected import ConnectedTopology
 from loosestep.testing import RankPool, run_ranks
 
 pytestmark = pytest.mark.fast
@@ -42,7 +42,7 @@ def test_levels_of_a_mesh() -> None:
 
 
 def real_hosts() -> tuple[tuple[int, ...], float]:
-    topology = ConnectedTopology(resolve(Topology.from_hosts()))
+    topology = ConnectedTopology.meet(Topology.from_hosts())
     peers = topology.peers("world", within="host")
     topology.close()
     return topology.members("host"), float(dist.get_world_size() + peers.size)

@@ -42,7 +42,7 @@ from loosestep.strategy.clock import Clock
 from loosestep.strategy.policies import Initial
 from loosestep.strategy.strategy import Strategy
 from loosestep.strategy.topology import Topology
-from loosestep.sync.connected import ConnectedTopology, resolve
+from loosestep.sync.connected import ConnectedTopology
 from loosestep.sync.engine import Engine, Settings
 from loosestep.sync.owners import check_whose, owner
 from loosestep.sync.parts import unwrap_compiled
@@ -113,14 +113,18 @@ class Attached:
             self._settle(undo, scaler, timeout)
             self._hook(undo, scaler)
             self._undo = undo.pop_all()
-        announce(self.strategy, self.topology, self.model, self._engine.nbytes)
+        engine = self._engine
+        announce(self.strategy, self.topology, self.model, engine.replica, engine.nbytes)
 
     def _settle(
         self, undo: ExitStack, scaler: torch.amp.GradScaler | None, timeout: float | None
     ) -> None:
         """Compare what the ranks have, start from one point, and connect gradients."""
         strategy = self.strategy
-        self.topology = _own_topology(strategy.topology, self.model, timeout)
+        averaging = _own_topology(strategy.topology, self.model, timeout)
+        undo.callback(averaging.close)
+        # Gradients travel while an average is under way: then they need groups of their own.
+        self.topology = ConnectedTopology(averaging) if strategy.overlap_steps else averaging
         undo.callback(self.topology.close)
         check_levels(strategy, self.topology)
         self._sharing = GradientSharing(
@@ -128,9 +132,6 @@ class Attached:
         )
         ranks, members = self.topology.ranks, self.topology.members
         self._levels_of_all = [name for name in self.topology.levels if members(name) == ranks]
-        # Gradients travel while an average is under way: then it needs process groups of its own.
-        averaging = ConnectedTopology(self.topology) if strategy.overlap_steps else self.topology
-        undo.callback(averaging.close)
         replica = self._make_replica(scaler)
         self._engine = self._make_engine(replica, averaging)
         undo.callback(self._engine.close)
@@ -365,4 +366,4 @@ def _own_topology(
         if isinstance(model, DistributedDataParallel):
             ranks = dist.get_process_group_ranks(model.process_group)
         topology = Topology.from_hosts(ranks=ranks)
-    return ConnectedTopology(resolve(topology, timeout), timeout)
+    return ConnectedTopology.meet(topology, timeout)

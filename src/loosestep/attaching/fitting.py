@@ -9,6 +9,7 @@ import torch
 
 from loosestep.comm.reducers import check_hosts_fit
 from loosestep.comm.reducers.reducer import compresses
+from loosestep.comm.sharded_types import check_not_old_fsdp
 from loosestep.errors import NotAttachable
 from loosestep.strategy.strategy import Strategy
 from loosestep.strategy.topology import Topology
@@ -51,13 +52,15 @@ def check_fits(
     """Raise where these do not belong together, or not beside what is attached already."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_not_old_fsdp(model)
     if not isinstance(strategy, Strategy):
         raise TypeError(
             f"strategy must be one such as post_local_sgd(period=8), got {type(strategy).__name__}"
         )
     if any(run.optimizer is optimizer for run in attached):
         raise NotAttachable("this optimizer is attached already; detach() it first")
-    _check_rooms(model, strategy, attached)
+    for run in attached:
+        _check_beside(model, strategy, run)
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     trained = [p for p in model.parameters() if p.requires_grad]
     if trained and not any(id(p) in stepped for p in trained):
@@ -68,21 +71,35 @@ def check_fits(
         )
 
 
-def _check_rooms(
-    model: torch.nn.Module, strategy: Strategy, attached: Iterable[Attachment]
-) -> None:
-    """Raise where gradients that neighbours write to in backward belong to two attachments."""
-    parameters = set(model.parameters())
-    for run in attached:
-        reducers = [run.strategy.gradient_reducer, strategy.gradient_reducer]
-        resident = next((r for r in reducers if r is not None and r.resident), None)
-        if resident is not None and parameters & set(run.model.parameters()):
-            raise NotAttachable(
-                f"parameters of this {type(model).__name__} are attached already, with another "
-                f"optimizer, and {resident} keeps their gradients in memory that neighbours write "
-                "to while the other attachment reads it; give one optimizer all parameters, or "
-                "share gradients by Mean() in both attachments"
-            )
+def _check_beside(model: torch.nn.Module, strategy: Strategy, other: Attachment) -> None:
+    """Raise where parameters belong to another attachment too, and the two would spoil them."""
+    shared = set(model.parameters()) & set(other.model.parameters())
+    if not shared:
+        return
+    strategies = [other.strategy, strategy]
+    reducers = [strategy.gradient_reducer for strategy in strategies]
+    resident = next((r for r in reducers if r is not None and r.resident), None)
+    already = (
+        f"parameters of this {type(model).__name__} are attached already, with another optimizer"
+    )
+    if resident is not None:
+        raise NotAttachable(
+            f"{already}, and {resident} keeps their gradients in memory that neighbours write "
+            "to while the other attachment reads it; give one optimizer all parameters, or "
+            "share gradients by Mean() in both attachments"
+        )
+    # Two means in turn do no harm, the second changes nothing. But what is added to parameters (a
+    # mean's difference to a snapshot, an outer step from an anchor) would be added by both.
+    averaging = all(strategy.schedule.parameter_levels() for strategy in strategies)
+    adds = next((s for s in strategies if s.overlap_steps or s.outer), None)
+    if adds is not None and averaging and any(p.requires_grad for p in shared):
+        raise NotAttachable(
+            f"{already}, and {adds.outer or f'overlap_steps={adds.overlap_steps}'} moves all "
+            "trained parameters of a model by what all steps have done to them, whoever took "
+            "those, so that two such averages would count steps twice; attach one optimizer and "
+            "step the other, which is not attached, before it, or give one optimizer all "
+            "parameters"
+        )
 
 
 def check_scaler(scaler: torch.amp.GradScaler | None, strategy: Strategy) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from loosestep.comm.transport.shared_memory import SharedMemory
 
 DEPTH = 12  # by the network; more: less waiting for each other
+FRAME_BYTES = 512  # of a payload whose size the others do not know; larger: fewer second rounds
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,16 @@ class Peers:
         """Hand ``payload`` to every member and return all payloads by group rank."""
         if self.size == 1:
             return [payload]
-        sizes = self._exchange_equal(len(payload).to_bytes(8, "little"), [8] * self.size)
-        return self._exchange_equal(payload, [int.from_bytes(size, "little") for size in sizes])
+        # In one round, as a rule: the length, what fits behind it, and the rest only where some is.
+        mine = len(payload).to_bytes(8, "little") + payload
+        first = mine[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0")
+        frames = self._exchange_equal(first, [FRAME_BYTES] * self.size)
+        ends = [8 + int.from_bytes(frame[:8], "little") for frame in frames]
+        rests = [max(0, end - FRAME_BYTES) for end in ends]
+        if any(rests):
+            more = self._exchange_equal(mine[FRAME_BYTES:], rests)
+            frames = [frame + rest for frame, rest in zip(frames, more, strict=True)]
+        return [frame[8:end] for frame, end in zip(frames, ends, strict=True)]
 
     def exchange_fixed(self, payload: bytes, tag: int | None = None) -> list[bytes]:
         """Like ``exchange``, for payloads of one length on all members: one message fewer.

@@ -1,4 +1,4 @@
-"""DTensors and FSDP2 modules, known without loading the parts of torch that make them.
+"""DTensors and modules of FSDP, known without loading the parts of torch that make them.
 
 Those take as long to load as the rest of torch. While nobody has loaded them, nothing is of their
 types.
@@ -10,6 +10,8 @@ import sys
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
+
+from loosestep.errors import NotAttachable
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -29,6 +31,24 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 def is_fsdp(value: object) -> TypeGuard[FSDPModule]:
     """Say whether this is a module that ``fully_shard`` was called with."""
     return is_loaded_kind(value, "torch.distributed.fsdp", "FSDPModule")
+
+
+def is_old_fsdp(value: object) -> bool:
+    """Say whether this is a ``FullyShardedDataParallel`` of FSDP1, or a flat parameter of one."""
+    names = ("FullyShardedDataParallel", "FlatParameter")
+    return any(is_loaded_kind(value, "torch.distributed.fsdp", name) for name in names)
+
+
+def check_not_old_fsdp(model: torch.nn.Module) -> None:
+    """Raise for FSDP1: its shards have one name and shape on all ranks, and are not replicas."""
+    parts = (*model.modules(), *model.parameters())
+    if any(map(is_old_fsdp, parts)):
+        raise NotAttachable(
+            f"this {type(model).__name__} is sharded by FullyShardedDataParallel (FSDP1), whose "
+            "flat parameters look alike on all ranks and hold different shards, so that they "
+            "would be averaged with each other; shard it with torch.distributed.fsdp.fully_shard "
+            "(FSDP2), whose shards are known"
+        )
 
 
 def is_loaded_kind(value: object, module: str, name: str) -> bool:

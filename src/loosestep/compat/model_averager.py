@@ -17,6 +17,7 @@ from loosestep.comm.group import Group, peers_of, require_process_group, world_g
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers import Mean, NonFinite, Reducer, check_reducer
 from loosestep.comm.reducers.reducer import check_policy
+from loosestep.comm.sharded_types import check_not_old_fsdp
 from loosestep.comm.tensors import Named, unique
 from loosestep.comm.torch_versions import broadcast_buffers
 from loosestep.compat.parameters import Parameters, get_params_to_average, model_has_buffers
@@ -46,6 +47,7 @@ class Options(TypedDict, total=False):
 
 
 APART = "steps_apart"  # in a state: calls since replicas were equal last
+LOCAL = "local_steps"  # as the engine counts them
 FIRST = "first"  # the level on which ranks compare what they have; nothing is averaged there
 
 
@@ -126,24 +128,34 @@ class ModelAverager(in_torch.ModelAverager):
 
         All members load together: in mid-period each must load a state of its own.
         """
-        if self._is_member:
-            after = "or model and state right after `finalize(params)`"
-            check_whose(state_dict, state_dict.get(APART, 0), self._peers(FIRST), after)
+        self.check_whose(state_dict)
         self.clock.load_state_dict(state_dict)
         self._engine.load_state_dict(state_dict)
         self._follow_broadcast()
 
+    def check_whose(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise on all members where one of them would load what is another's in mid-period."""
+        if self._is_member:
+            after = "or model and state right after `finalize(params)`"
+            check_whose(state_dict, state_dict.get(APART, 0), self._peers(FIRST), after)
+
     def kept_state(self) -> dict[str, Any]:
-        """Return what must survive a restart beside the steps, and nothing where there is none."""
-        state = self._engine.state_dict()
-        kept = {"kept": state["kept"]}
+        """Return what must survive a restart beside the steps, and nothing where there is none.
+
+        In mid-period that is also whose replica the state belongs to.
+        """
+        state = self.state_dict()
+        kept: dict[str, Any] = {"kept": state["kept"]} if state["kept"] else {}
         if state["flights"]["num_flights"]:
             kept["flights"] = state["flights"]
-        return {name: part for name, part in kept.items() if part}
+        if state[APART]:
+            kept |= {key: state[key] for key in (*owner(), APART, LOCAL)}
+        return kept
 
     def load_kept_state(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what ``kept_state`` returned."""
-        self._engine.load_state_dict(state_dict)
+        # Where it says nothing of steps the last call has averaged, and is counted when it has.
+        self._engine.load_state_dict({LOCAL: 1, **state_dict})
 
     def close(self) -> None:
         """Drop an average under way and free the process groups that overlapping needed."""
@@ -292,6 +304,7 @@ def _check_options(process_group: object, options: Options) -> None:
         check_instance("process_group", process_group, dist.ProcessGroup, "a process group or None")
     if (module := options.get("module")) is not None:
         check_instance("module", module, torch.nn.Module, "a module such as model")
+        check_not_old_fsdp(module)
     if (clock := options.get("clock")) is not None:
         check_instance("clock", clock, Clock, "a Clock such as Clock()")
     if (telemetry := options.get("telemetry")) is not None:

@@ -11,7 +11,7 @@ import torch.distributed.optim as in_torch
 from torch._compile import _disable_dynamo as untraced
 from torch.utils.hooks import RemovableHandle
 
-from loosestep.compat.averagers import ModelAverager
+from loosestep.compat.model_averager import APART, ModelAverager
 from loosestep.sharding.recognize import is_wrapper, only_creates_state
 
 STEP = "averager_step"  # the key of the averager's step in every parameter group
@@ -88,7 +88,8 @@ class PostLocalSGDOptimizer(in_torch.PostLocalSGDOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, the averager's step and what it keeps.
 
-        That is an average under way, which is waited for, and the memory of a lossy reducer.
+        That is an average under way, which is waited for, and the memory of a lossy reducer. In
+        mid-period it says whose replica it belongs to.
         """
         self._note_step()
         kept = self.averager.kept_state()
@@ -96,7 +97,13 @@ class PostLocalSGDOptimizer(in_torch.PostLocalSGDOptimizer):
         return {**self.optim.state_dict(), **own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned; without a step the averager starts at 0."""
+        """Load what ``state_dict`` returned; without a step the averager starts at 0.
+
+        What was taken in mid-period is loaded on all ranks together, by each its own.
+        """
+        kept = state_dict.get(KEPT, {})
+        if APART in kept:
+            self.averager.check_whose(kept)
         rest = {key: value for key, value in state_dict.items() if key not in ("step", KEPT)}
         self.optim.load_state_dict(rest)
         step = _saved_step(state_dict)
@@ -107,7 +114,7 @@ class PostLocalSGDOptimizer(in_torch.PostLocalSGDOptimizer):
                 stacklevel=2,
             )
         self.averager.step = step or 0
-        self.averager.load_kept_state(state_dict.get(KEPT, {}))  # nothing kept: forget what is
+        self.averager.load_kept_state(kept)  # nothing kept: forget what is
         self._note_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

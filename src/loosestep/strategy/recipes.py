@@ -240,8 +240,9 @@ def muloco(
 ) -> Strategy:
     """Send differences in 2 bits with error feedback to Nesterov; meant for Muon inside.
 
-    Give ``attach`` a ``torch.optim.Muon`` of the matrices, and the rest another attachment or
-    none. MuLoCo, https://arxiv.org/abs/2505.23725.
+    Give ``attach`` a ``torch.optim.Muon`` of the matrices. The optimizer of the rest is not
+    attached, and is stepped before it: a sync takes all trained parameters of the model, whoever
+    stepped them. MuLoCo, https://arxiv.org/abs/2505.23725.
 
     >>> muloco(30).outer
     Outer(SGD, lr=0.7, momentum=0.9, nesterov=True)

@@ -19,6 +19,27 @@ class ConnectedTopology(Topology):
         super().__init__(topology.levels, weights=topology.weights, timeout=timeout)
         self._groups: dict[tuple[int, ...], Group] = {}
 
+    @classmethod
+    def meet(cls, topology: Topology, timeout: float | None = None) -> ConnectedTopology:
+        """Return a topology with groups; where hosts are to be told, its ranks call this.
+
+        The group by which they have told them is the world's from then on.
+        """
+        timeout = topology.timeout if timeout is None else timeout
+        ranks = topology.asked()
+        if not ranks:
+            return cls(topology, timeout)
+        require_process_group()
+        group = Group.alone(dist.get_rank()) if len(ranks) == 1 else Group.make(ranks, timeout)
+        everyone = Peers(group, "world", None, timeout)
+        # A rank that was given a topology compares it now, and must hear that the others have none.
+        agree(everyone, Statement((topology.describe(),)))
+        hosts = [name.decode() for name in everyone.exchange(host_key().encode())]
+        made = cls(topology.of(hosts), timeout)
+        if group.size > 1:
+            made._groups[ranks] = group
+        return made
+
     def peers(self, level: str, *, within: str | None = None) -> Peers:
         """Return this rank's peers on ``level``.
 
@@ -48,15 +69,8 @@ class ConnectedTopology(Topology):
 
 def resolve(topology: Topology, timeout: float | None = None) -> Topology:
     """Return a topology whose levels are known; where hosts are to be told, its ranks call this."""
-    ranks = topology.asked()
-    if not ranks:
+    if not topology.asked():
         return topology
-    timeout = topology.timeout if timeout is None else timeout
-    require_process_group()
-    group = Group.alone(dist.get_rank()) if len(ranks) == 1 else Group.make(ranks, timeout)
-    everyone = Peers(group, "world", None, timeout)
-    # A rank that was given a topology compares it now, and must hear that the others have none.
-    agree(everyone, Statement((topology.describe(),)))
-    hosts = [name.decode() for name in everyone.exchange(host_key().encode())]
-    group.close()
-    return topology.of(hosts)
+    met = ConnectedTopology.meet(topology, timeout)
+    met.close()
+    return Topology(met.levels, weights=met.weights, timeout=topology.timeout)

@@ -19,7 +19,7 @@ from loosestep.lab.doctor.links import Links, Pair, Rate
 from loosestep.lab.doctor.pairs import Line, measure_pair
 from loosestep.lab.doctor.rates import measure_level
 from loosestep.strategy.topology import Topology
-from loosestep.sync.connected import ConnectedTopology, resolve
+from loosestep.sync.connected import ConnectedTopology
 
 MOST_RANKS = 16  # of which all pairs are measured; else a sample
 MOST_SECONDS = 2.0  # for one measurement
@@ -42,7 +42,7 @@ def measure_links(
     for name, seconds in (("budget_seconds", budget_seconds), ("timeout", timeout)):
         if not seconds > 0:
             raise ValueError(f"{name} must be > 0, got {seconds!r}")
-    topology = ConnectedTopology(resolve(Topology.from_hosts(timeout=timeout)))
+    topology = ConnectedTopology.meet(Topology.from_hosts(timeout=timeout))
     try:
         return _measure(topology, budget_seconds, tell)
     finally:
