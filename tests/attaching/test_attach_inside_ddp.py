@@ -25,37 +25,65 @@ def error_of(body: Callable[[], object]) -> str:
 
 
 def first_forward(case: str) -> str:
-    """Attach what is inside DDP in one of several ways, and return what the first forward says."""
+    """Attach what DDP is put around later, and return what the first forward says."""
     net: Any = make_net()
     if case == "scripted":
         net = torch.jit.script(net)
-    if case == "wrapped afterwards":
-        with attach(net, sgd(net), LOCAL):
-            model = DistributedDataParallel(net)
-            return error_of(lambda: loss_of(model, dist.get_rank(), 0))
-    model = DistributedDataParallel(net)
-    attached: torch.nn.Module = net.first if case == "a part" else net
+    with attach(net, sgd(net), LOCAL):
+        model = DistributedDataParallel(net)
+        return error_of(lambda: loss_of(model, dist.get_rank(), 0))
+
+
+def inside(case: str) -> str:
+    """Attach what is inside DDP in one of several ways, and return what that says."""
+    net: Any = make_net()
+    if case == "scripted":
+        net = torch.jit.script(net)
+    wrapped = torch.compile(net, backend="eager") if case.startswith("compiled") else net
+    model = DistributedDataParallel(wrapped)
+    if case == "compiled, with a forward before":
+        loss_of(model, dist.get_rank(), 0)
+    attached = {"a part": net.first, "compiled and given so": wrapped}.get(case, net)
     optimizer: torch.optim.Optimizer = sgd(attached)
     if case == "sharded":
         optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
     strategies = {"sharded": zero(), "every step": ddp()}
-    with attach(attached, optimizer, strategies.get(case, LOCAL)):
-        return error_of(lambda: loss_of(model, dist.get_rank(), 0))
+    said = error_of(lambda: attach(attached, optimizer, strategies.get(case, LOCAL)))
+    assert isinstance(model, DistributedDataParallel)  # it is alive until here
+    return said
 
 
-CASES = ["local", "every step", "sharded", "a part", "wrapped afterwards", "scripted"]
+CASES = [
+    *("local", "every step", "sharded", "a part", "scripted"),
+    *("compiled", "compiled and given so", "compiled, with a forward before"),
+]
 
 
 def all_cases() -> dict[str, str]:
-    return {case: first_forward(case) for case in CASES}
+    said = {case: inside(case) for case in CASES}
+    later = {f"{case}, later": first_forward(case) for case in ("plain", "scripted")}
+    return {**said, **later}
 
 
-def test_the_first_forward_under_ddp_says_what_to_attach(pool: RankPool) -> None:
-    """On every rank, before DDP has shared a gradient, whatever is attached and when."""
+def test_what_is_inside_ddp_is_refused_with_what_to_attach(pool: RankPool) -> None:
+    """On every rank, before DDP has shared a gradient: at attach, or where DDP comes later."""
     for said in pool.run(2, all_cases):
-        for case in CASES:
-            assert "attach(ddp_model, ...)" in said[case], case
-            assert "DistributedDataParallel" in said[case], case
+        for case, text in said.items():
+            assert "attach(ddp_model, ...)" in text, case
+            assert "DistributedDataParallel" in text, case
+
+
+def after_ddp() -> int:
+    """Train under DDP, then attach the module alone when nobody holds the wrapper any more."""
+    net = make_net()
+    loss_of(DistributedDataParallel(net), dist.get_rank(), 0).backward()
+    with attach(net, sgd(net), LOCAL) as run:
+        return run.clock.step
+
+
+def test_a_wrapper_that_nobody_holds_does_not_count(pool: RankPool) -> None:
+    """It is a part of cycles, and may be there still."""
+    assert pool.run(2, after_ddp) == [0, 0]
 
 
 class Holder(torch.nn.Module):

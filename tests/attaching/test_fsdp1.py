@@ -45,6 +45,7 @@ def refusals() -> dict[str, tuple[str, bool]]:
         "attach, original parameters": (attached, True, "whole"),
         "attach, a part is sharded": (attached, True, "a part"),
         "attach what is inside": (attached, False, "inside"),
+        "attach what is inside, original parameters": (attached, True, "inside"),
         "an averager": (averager, False, "whole"),
     }
     for way, (enter, original, what) in ways.items():

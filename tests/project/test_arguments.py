@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
 
 import loosestep
 import loosestep.outer
@@ -117,11 +118,11 @@ OUTER_RECIPE: dict[str, Any] = {
 # Public constructors that need no process group, with arguments that make sense.
 PURE: dict[str, Case] = {
     "Topology": (Topology, {"levels": {"world": [[0, 1]]}, "weights": [1, 2], "timeout": 3}),
-    "from_sizes": (
+    "Topology.from_sizes": (
         Topology.from_sizes,
         {"sizes": {"host": 1, "world": 2}, "ranks": [0, 1], "weights": None, "timeout": None},
     ),
-    "from_hosts": (
+    "Topology.from_hosts": (
         Topology.from_hosts,
         {"hosts": ["a", "b"], "ranks": [0, 1], "weights": None, "timeout": None},
     ),
@@ -343,7 +344,12 @@ def cases_in_a_job() -> dict[str, Case]:
         "overlap_steps": 0,
         "on_nonfinite": "raise",
     }
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("world",))
     return {
+        "Topology.from_mesh": (
+            Topology.from_mesh,
+            {"mesh": mesh, "weights": None, "timeout": None},
+        ),
         "attach": (
             attached,
             {
@@ -488,6 +494,7 @@ def test_every_public_argument_is_tried(pool: RankPool) -> None:
     doors = loosestep, loosestep.reducers, loosestep.schedules, loosestep.testing
     names = [(name, getattr(module, name)) for module in doors for name in module.__all__]
     names += [(f"outer.{name}", getattr(loosestep.outer, name)) for name in loosestep.outer.__all__]
+    names += [pair for name, public in names for pair in classmethods(name, public)]
     for name, public in names:
         if name in LEFT_OUT or not callable(public) or is_error(public):
             continue
@@ -498,6 +505,14 @@ def test_every_public_argument_is_tried(pool: RankPool) -> None:
     assert missing == []
     for name in ("PeriodicModelAverager", "HierarchicalModelAverager"):
         assert set(Options.__annotations__) <= set(covered[name])
+
+
+def classmethods(name: str, public: object) -> list[tuple[str, Any]]:
+    """Return the other constructors of a public class, but those that it has of torch's."""
+    kinds = public.__mro__ if isinstance(public, type) else ()
+    own = [kind for kind in kinds if kind.__module__.startswith("loosestep.")]
+    found = {key for kind in own for key, is_ in vars(kind).items() if isinstance(is_, classmethod)}
+    return [(f"{name}.{key}", getattr(public, key)) for key in sorted(found) if key[0] != "_"]
 
 
 def is_error(public: object) -> bool:
@@ -523,6 +538,10 @@ REFUSED: dict[str, tuple[Callable[[], object], list[str]]] = {
         ["gradient_reducer", "Int8()"],
     ),
     "the same inside": (lambda: Cast(torch.bfloat16, Mean), ["inner", "Mean()"]),  # type: ignore[arg-type]
+    "a mesh that is a number": (
+        lambda: Topology.from_mesh(3),  # type: ignore[arg-type]
+        ["mesh", "DeviceMesh", "3"],
+    ),
     "a topology's levels": (lambda: ddp(topology={"world": [[0]]}), ["topology", "Topology"]),  # type: ignore[arg-type]
     "a level that is a number": (lambda: post_local_sgd(gradients=3), ["gradients", "'host'", "3"]),  # type: ignore[arg-type]
     "one in what is due": (lambda: Due(gradients=3), ["gradients", "'host'", "3"]),  # type: ignore[arg-type]

@@ -370,3 +370,47 @@ def test_what_cannot_be_done_is_refused() -> None:
     for make, hint in refusals:
         with pytest.raises(ValueError, match=hint):
             make()
+
+
+FLOAT8 = [
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+]
+
+
+class Narrow(torch.nn.Module):
+    """Parameters of eight bits, a large one and small ones that are looked at together."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        sizes = {"large": 600_000, "small": 3, "smaller": 2}
+        for name, size in sizes.items():
+            values = torch.full((size,), 1.0 + dist.get_rank()).to(dtype)
+            self.register_parameter(name, torch.nn.Parameter(values))
+
+
+def of_eight_bits(dtype: torch.dtype) -> tuple[bool, list[tuple[tuple[int, ...], str] | None]]:
+    """Return whether the mean is right, and what is said of a NaN in each parameter."""
+    net, told = Narrow(dtype), []
+    optimizer = idle(net)
+    with attach(net, optimizer, Strategy(schedule=every(1), initial="ignore")):
+        optimizer.step()
+        right = all(bool((p.float() == 1.5).all()) for p in net.parameters())
+        for parameter in net.parameters():
+            last = parameter.data.view(torch.uint8)[-1:]
+            if dist.get_rank() == 1:
+                last.fill_(0x80 if "fnuz" in str(dtype) else 0x7F)
+            told.append(caught(optimizer.step))
+            last.zero_()
+    return right, told
+
+
+def all_of_eight_bits() -> list[tuple[bool, list[tuple[tuple[int, ...], str] | None]]]:
+    return [of_eight_bits(dtype) for dtype in FLOAT8]
+
+
+def test_infinities_of_eight_bits_are_found(pool: RankPool) -> None:
+    """Of such tensors torch has no sums and cannot say which values are finite."""
+    names = ("large", "small", "smaller")
+    for told in pool.run(2, all_of_eight_bits):
+        assert told == [(True, [((1,), name) for name in names])] * len(FLOAT8)

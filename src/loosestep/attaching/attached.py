@@ -184,6 +184,9 @@ class Attached:
     def finalize(self, *, also: Tensors = ()) -> None:
         """Average the steps since the last sync over the widest level that averages.
 
+        Where no level does, as under ``ddp()``, replicas are averaged if something else has moved
+        them: a forward through BatchNorm, an edit, an optimizer that is not attached.
+
         A rank that runs out of batches before the others calls it too: it keeps answering their
         syncs with its own last parameters until all have come here. (Where gradients are shared
         at every step there is nothing to answer with; give all ranks the same number of batches.)
@@ -192,8 +195,7 @@ class Attached:
         EMA copy of the model, or tensors. All ranks give the same.
         """
         named = named_tensors("also", also)
-        if self.strategy.schedule.parameter_levels():
-            self._engine.finalize(self.clock.step)
+        self._engine.finalize(self.clock.step)
         self._engine.average_also(named)
 
     @property

@@ -11,6 +11,7 @@ from loosestep.comm.reducers import check_hosts_fit
 from loosestep.comm.reducers.reducer import compresses
 from loosestep.comm.sharded_types import check_not_old_fsdp
 from loosestep.errors import NotAttachable
+from loosestep.gradients.ddp import check_in_no_ddp
 from loosestep.strategy.strategy import Strategy
 from loosestep.strategy.topology import Topology
 
@@ -53,6 +54,7 @@ def check_fits(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     check_not_old_fsdp(model)
+    check_in_no_ddp(model)
     if not isinstance(strategy, Strategy):
         raise TypeError(
             f"strategy must be one such as post_local_sgd(period=8), got {type(strategy).__name__}"

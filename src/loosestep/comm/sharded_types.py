@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
+from loosestep.comm.living import living
 from loosestep.errors import NotAttachable
 
 if TYPE_CHECKING:
@@ -41,8 +42,12 @@ def is_old_fsdp(value: object) -> bool:
 
 def check_not_old_fsdp(model: torch.nn.Module) -> None:
     """Raise for FSDP1: its shards have one name and shape on all ranks, and are not replicas."""
-    parts = (*model.modules(), *model.parameters())
-    if any(map(is_old_fsdp, parts)):
+    parameters = set(model.parameters())
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    around = [] if kind is None else living([kind])  # what is inside may look plain
+    if any(map(is_old_fsdp, (*model.modules(), *parameters))) or any(
+        not parameters.isdisjoint(module.parameters()) for module in around
+    ):
         raise NotAttachable(
             f"this {type(model).__name__} is sharded by FullyShardedDataParallel (FSDP1), whose "
             "flat parameters look alike on all ranks and hold different shards, so that they "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from loosestep.comm.group import Group, peers_of, require_process_group, world_group
+from loosestep.comm.living import living
 from loosestep.comm.tensors import unique
 from loosestep.errors import check_instance
 from loosestep.sync.averager import Averager
@@ -80,11 +79,7 @@ def model_has_buffers(parameters: Iterable[torch.Tensor]) -> bool:
     A parameter does not know its module, so this looks at all that there are: once an averager.
     """
     wanted = {id(parameter) for parameter in parameters}
-    # By type, in loops of C: there are a hundred thousand objects, and ``isinstance`` would ask a
-    # proxy what it stands for, which may be gone.
-    kinds, things = _module_types(), gc.get_objects()
-    found = itertools.compress(things, map(kinds.__contains__, map(type, things)))
-    modules = [module for module in found if "_modules" in vars(module)]  # not half made ones
+    modules = living([torch.nn.Module])
     parts = {id(part) for module in modules for part in module.children()}
     whole = [module for module in modules if id(module) not in parts]
     return any(
@@ -92,14 +87,3 @@ def model_has_buffers(parameters: Iterable[torch.Tensor]) -> bool:
         for module in whole
         if next(module.buffers(), None) is not None
     )
-
-
-def _module_types() -> set[type]:
-    found: set[type] = set()
-    waiting: list[type] = [torch.nn.Module]
-    while waiting:
-        kind = waiting.pop()
-        if kind not in found:
-            found.add(kind)
-            waiting += type.__subclasses__(kind)
-    return found

@@ -1,5 +1,6 @@
 """Gradients of a DistributedDataParallel module: one hook for the life of the module."""
 
+import gc
 import weakref
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from loosestep.comm.living import living
 from loosestep.comm.torch_versions import (
     active_ddp_module,
     broadcast_buffers,
@@ -112,15 +114,48 @@ class DDPAdapter:
         broadcast_buffers(self._module, self._broadcasts)
 
 
+def check_in_no_ddp(module: torch.nn.Module) -> None:
+    """Raise where a module shares parameters with a DDP module, which then shares gradients.
+
+    A forward that was compiled before would not call the hook that is for those made later.
+    """
+    if isinstance(module, DistributedDataParallel):
+        return
+    if _ddp_around(module) is None:
+        return
+    gc.collect()  # DDP is a part of cycles: one that nobody holds any more may be found
+    outer = _ddp_around(module)
+    if outer is not None:
+        raise _outer_ddp(module, outer)
+
+
+def _ddp_around(module: torch.nn.Module) -> torch.nn.Module | None:
+    """Return a DDP module that shares gradients of some of a module's parameters."""
+    trained = {p for p in module.parameters() if p.requires_grad}
+    parts = set(module.modules())  # what is inside is told by name
+    for outer in living([DistributedDataParallel]):
+        if "module" not in outer._modules:  # its constructor has failed
+            continue
+        left_out = outer.parameters_to_ignore
+        shared = (p for name, p in outer.module.named_parameters() if name not in left_out)
+        if outer not in parts and not trained.isdisjoint(shared):
+            return outer
+    return None
+
+
 def refuse_outer_ddp(module: torch.nn.Module, _: object) -> None:
     """Raise in a forward of DDP around ``module``: a hook for modules that are attached alone."""
     outer = active_ddp_module()
     if outer is not None:
-        raise NotAttachable(
-            f"this {type(module).__name__} was attached alone, but runs inside "
-            f"{type(outer).__name__}, which shares every gradient itself; attach the module that "
-            "is called: attach(ddp_model, ...), or do not wrap it"
-        )
+        raise _outer_ddp(module, outer)
+
+
+def _outer_ddp(module: torch.nn.Module, outer: torch.nn.Module) -> NotAttachable:
+    return NotAttachable(
+        f"this {type(module).__name__} was attached alone, but is inside {type(outer).__name__}, "
+        "which shares every gradient itself; attach the module that is called: "
+        "attach(ddp_model, ...), or do not wrap it"
+    )
 
 
 def check_no_ddp_inside(module: torch.nn.Module) -> None:

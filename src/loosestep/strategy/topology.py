@@ -12,14 +12,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from loosestep.errors import check_instance, check_seconds, check_whole, is_number
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Partition = tuple[tuple[int, ...], ...]  # of global ranks, into groups
 
@@ -111,6 +109,8 @@ class Topology:
 
         A mesh ``(replicate=2, shard=4)`` gives ``shard`` (groups of 4) and ``replicate`` (all 8).
         """
+        hint = "a DeviceMesh such as init_device_mesh('cpu', (2, 4), mesh_dim_names=(...))"
+        check_instance("mesh", mesh, DeviceMesh, hint)
         names = mesh.mesh_dim_names
         if names is None:
             raise ValueError("the DeviceMesh needs mesh_dim_names: they become the level names")

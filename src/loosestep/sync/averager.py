@@ -268,6 +268,14 @@ class Averager:
             return Traffic()
         return self._division.hand_round(compressible(parts), step)
 
+    def held_by_several(self, named: Sequence[Named]) -> list[Named]:
+        """Return what is no shard that one rank alone holds; collective where there are shards."""
+        keys = [shard_key(tensor) for _, tensor in named]
+        several = {
+            key: not key or self._cutter.shard(key)[0].can_average for key in {}.fromkeys(keys)
+        }
+        return [pair for pair, key in zip(named, keys, strict=True) if several[key]]
+
     def sample(self, parts: Sequence[Named], step: int) -> bytes:
         """Return a mark of some values, by which ranks that should hold the same can tell."""
         return b"" if self._division is None else sampled(compressible(parts), step)

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -195,8 +195,12 @@ class Engine:
     def finalize(self, last_step: int, *, name: str | None = None) -> None:
         """Average the steps since the last sync over the widest level.
 
-        ``last_step`` is the number by which the last step was, or would have been, followed.
+        ``last_step`` is the number by which the last step was, or would have been, followed. A
+        schedule that averages nothing leaves to do what something other than steps has moved.
         """
+        if self._schedule is not None and not self._schedule.parameter_levels():
+            self._average_what_moved()
+            return
         while self._overlap.flights:
             self.land()
         self._last_step, step = last_step, self._clock.step
@@ -238,6 +242,20 @@ class Engine:
         self.commit(average, averager, name or level, began, equal=equal)
         self._anchor_narrower(level, parts)
         return done
+
+    def _average_what_moved(self) -> None:
+        """Average exactly where replicas differ although all steps have been all replicas'."""
+        began, exact, step = time.perf_counter(), self._exact(), self._clock.step
+        parts = self.replica.parts(exact.peers)
+        parts = replace(parts, means=exact.held_by_several(parts.means))
+        if not parts.means:
+            return
+        clean = Progress(step, final=True, clean=fingerprint(parts.everything))
+        # Without a look: equal replicas are left as they are, infinite ones too.
+        if all_clean(exact.agree(parts, clean, look=False).headers):
+            return
+        average = exact.start(exact.agree(parts, Progress(step, final=True)))
+        self.commit(average, exact, self.widest, began, equal=True)
 
     def average_also(self, named: Sequence[Named]) -> None:
         """Average what is no part of the replica over the widest level; all ranks call it.

@@ -30,13 +30,14 @@ MEASURED = ("running_mean", "running_var")  # by BatchNorm and its kin
 def save(worker: Worker, run: Path) -> Path | None:
     """Write a checkpoint; all workers call it. Return its folder, on rank 0.
 
-    Nothing is written, and no older one goes, where the model is not finite.
+    Nothing is written, and no older one goes, where model or optimizer are not finite.
     """
-    check_finite(worker)
+    optimizer = worker.sharing.optimizer_state()
+    check_finite(worker, optimizer)
     folder = checkpoint.partial_folder(run, worker.step)
     state: Part = {
         "model": inner(worker.sharing.model).state_dict(),
-        "optimizer": worker.sharing.optimizer_state(),
+        "optimizer": optimizer,
         "sharing": worker.sharing.state_dict(),
         "seconds": worker.journal.now,
     }
@@ -47,17 +48,21 @@ def save(worker: Worker, run: Path) -> Path | None:
     return None if dist.get_rank() else checkpoint.whole_folder(run, worker.step)
 
 
-def check_finite(worker: Worker) -> None:
-    """Raise on all workers if the model of one is not finite; all call it."""
-    mine = first_nonfinite(batches(_to_be_finite(inner(worker.sharing.model))), encoded=False)
+def check_finite(worker: Worker, optimizer: Part | None = None) -> None:
+    """Raise on all workers if the model, or an optimizer's state, of one is not finite.
+
+    All call it.
+    """
+    named = [*_to_be_finite(inner(worker.sharing.model)), *_tensors_of(optimizer or {})]
+    mine = first_nonfinite(batches(named), encoded=False)
     said = _exchanged(mine, "looking for what is not finite")
     bad = {rank: name for rank, name in enumerate(said) if name}
     if bad:
         told = ", ".join(f"{name!r} of worker {rank}" for rank, name in bad.items())
         raise NotFinite(
-            f"a model must be finite, and after step {worker.step} there is an infinity or NaN "
-            f"in {told}; this model is not saved: go on from an earlier checkpoint with a lower "
-            "--lr, or with --clip",
+            f"a model and its optimizer must be finite, and after step {worker.step} there is an "
+            f"infinity or NaN in {told}; that is not saved: go on from an earlier checkpoint with "
+            "a lower --lr, or with --clip",
             ranks=tuple(bad),
             tensor=next(iter(bad.values())),
         )
@@ -67,6 +72,16 @@ def _to_be_finite(model: torch.nn.Module) -> list[Named]:
     """Return parameters, and what layers measure to normalise by; a mask may hold infinities."""
     measured = [(n, b) for n, b in model.named_buffers() if n.rpartition(".")[2] in MEASURED]
     return [*model.named_parameters(), *measured]
+
+
+def _tensors_of(optimizer: Part) -> list[Named]:
+    """Return what an optimizer's state has of tensors that may be infinite, by name."""
+    return [
+        (f"{key} of parameter {number} in the optimizer", value)
+        for number, state in optimizer.get("state", {}).items()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    ]
 
 
 def _manifest(worker: Worker, hashes: list[str]) -> Manifest:

@@ -7,6 +7,7 @@ to mend, else 1.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from loosestep.comm.failure import reason_of
-from loosestep.errors import LoosestepError, PeerLost
+from loosestep.errors import LoosestepError, NotFinite, PeerLost
 from loosestep.lab.trainer import saving
 from loosestep.lab.trainer.by_strategy import levels_of
 from loosestep.lab.trainer.connecting import make_sharing
@@ -185,7 +186,13 @@ def _end(worker: Worker, orders: Orders, reason: str) -> None:
         return
     worker.sharing.finalize()
     saving.check_finite(worker)
-    _evaluate(worker)
+    loss = _evaluate(worker)
+    if not math.isfinite(loss):  # on all workers: it is that of their average
+        raise NotFinite(
+            f"the loss on held-out data is {loss} after step {worker.step}, though the model is "
+            "finite; this model is not saved: go on from an earlier checkpoint with a lower --lr, "
+            "or with --clip"
+        )
     if worker.settings.save_every:
         _save(worker, orders)
 
@@ -212,7 +219,8 @@ def _write_step(worker: Worker, loss: float) -> None:
     journal.scalar("loss/training", loss, worker.step)
 
 
-def _evaluate(worker: Worker) -> None:
+def _evaluate(worker: Worker) -> float:
+    """Write and return the loss on held-out data."""
     worker.sharing.arrive()  # an average is no part of what is left out: its time and bytes count
     with worker.journal.paused():
         loss = worker.evaluate()
@@ -220,6 +228,7 @@ def _evaluate(worker: Worker) -> None:
     if dist.get_rank() == 0:
         worker.journal.event("eval", step=worker.step, loss=loss)
         worker.journal.scalar("loss/held out", loss, worker.step)
+    return loss
 
 
 def _save(worker: Worker, orders: Orders) -> None:
