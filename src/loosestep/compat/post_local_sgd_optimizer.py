@@ -11,8 +11,7 @@ import torch.distributed.optim as in_torch
 from torch._compile import _disable_dynamo as untraced
 from torch.utils.hooks import RemovableHandle
 
-from loosestep.compat.averagers import ModelAverager
-from loosestep.compat.model_averager import APART
+from loosestep.compat.model_averager import APART, ModelAverager
 from loosestep.sharding.recognize import is_wrapper, only_creates_state
 
 STEP = "averager_step"  # the key of the averager's step in every parameter group
