@@ -19,7 +19,7 @@ import pytest
 from loosestep.testing import RankPool, forking
 from tests.support.result_file import ResultFile
 
-ALLOWED_SKIPS = [r"no GPU"]
+ALLOWED_SKIPS = [r"no GPU", r"(accelerate|lightning) is not installed"]
 DEAR = {"lab", "project"}  # commands and processes of their own
 
 # What test modules import and takes long, so that no rank has to: they are forked with it.

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from loosestep import PeerLost, RankMismatch, attach, ddp, post_local_sgd
+from loosestep import (
+    PeerLost,
+    RankMismatch,
+    Topology,
+    ZeroRedundancyOptimizer,
+    attach,
+    ddp,
+    post_local_sgd,
+    zero,
+)
 from loosestep.reducers import Mean, Reducer, Resident
 from loosestep.testing import RankPool, run_ranks
 
@@ -182,3 +192,91 @@ def test_added_beside_fsdp_they_are_taken_in_too() -> None:
     """Also where nothing was plain at attach: all ranks are asked then, before each step."""
     assert run_ranks(2, added_beside_fsdp, (0, 1)) == [[[-3.0] * 2]] * 2
     assert all("parts.0" in said for said in run_ranks(2, added_beside_fsdp, (1,)))
+
+
+def added_under_zero(stage: int, adders: tuple[int, ...], wrapped: bool) -> list[list[float]] | str:
+    inner = Sum()
+    net = DistributedDataParallel(inner) if wrapped else inner
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=1.0)
+    with attach(net, optimizer, zero(stage=stage), timeout=4):
+        step(net, optimizer)
+        try:
+            if dist.get_rank() in adders:
+                add(inner, optimizer)
+            step(net, optimizer)
+            step(net, optimizer)
+        except (RuntimeError, RankMismatch) as error:
+            time.sleep(6)  # it lives on, so its connections stay
+            return f"{type(error).__name__}: {error}"
+    return [part.tolist() for part in inner.parts]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_added_under_zero_they_are_taken_in_or_refused_on_all(stage: int) -> None:
+    """On all ranks they start from the first one's values; on one rank alone all get an error."""
+    assert run_ranks(2, added_under_zero, stage, (0, 1), False) == [[[-4.5] * 3, [-3.0] * 2]] * 2
+    for said in run_ranks(2, added_under_zero, stage, (1,), False):
+        assert isinstance(said, str)
+        assert said.startswith(("RankMismatch", "PeerLost")), said
+
+
+def test_added_under_zero_ddp_refuses_them() -> None:
+    """As it does without."""
+    for said in run_ranks(2, added_under_zero, 1, (0, 1), True):
+        assert "'module.parts.1' was added after attach" in said
+
+
+class Two(torch.nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return self.second(self.first(torch.full((2, 4), factor))).pow(2).sum()
+
+
+def sharded_later(sharded_first: bool, gradients: str | None) -> tuple[str, bool]:
+    """Return what is said when a part is sharded after attach, and if ranks are equal at the end.
+
+    The mesh of shards is half of the ranks, with which gradients are shared.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    net, said = Two(), ""
+    if sharded_first:
+        fully_shard(net.first, mesh=mesh["shard"])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    strategy = post_local_sgd(3, gradients=gradients, topology=Topology.from_mesh(mesh))
+    with attach(net, optimizer, strategy, timeout=20):
+        step(net, optimizer)
+        fully_shard(net.second, mesh=mesh["shard"])
+        optimizer.param_groups[0]["params"] = list(net.parameters())
+        try:
+            step(net, optimizer)
+            step(net, optimizer)
+        except RuntimeError as error:
+            said = str(error)
+    second = net.second.weight.full_tensor() if not said else torch.zeros(1)  # type: ignore[attr-defined]
+    both = [torch.empty_like(second) for _ in range(4)]
+    dist.all_gather(both, second.detach())
+    return said, all(torch.equal(both[0], other) for other in both)
+
+
+def all_sharded_later() -> list[tuple[str, bool]]:
+    return [sharded_later(first, gradients) for first, gradients in SHARDED_LATER]
+
+
+SHARDED_LATER = [(True, "replicate"), (False, "replicate"), (True, "shard")]
+
+
+def test_a_part_that_is_sharded_later_is_refused_where_its_gradients_would_stay_apart() -> None:
+    """FSDP shares them in its mesh alone; where that is all that is due, averages do the rest."""
+    for beside, alone, enough in run_ranks(4, all_sharded_later):
+        for said, _ in (beside, alone):
+            assert "given to fully_shard after attach" in said
+            assert "attach again" in said
+        assert "'second'" in beside[0]
+        assert "'second.weight'" in alone[0]
+        assert enough == ("", True)

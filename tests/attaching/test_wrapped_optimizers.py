@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from loosestep import (
     zero,
 )
 from loosestep.sharding.recognize import unwrap_optimizer
-from loosestep.testing import RankPool
+from loosestep.testing import RankPool, run_ranks
 from tests.support.oracle import equal, loss_of, make_net, sgd, snapshot
 from tests.support.wrappers import WRAPPERS, Doubled, LikeAccelerate, LikeLightning
 
@@ -58,6 +59,46 @@ def test_a_wrapped_optimizer_is_as_good_as_the_one_inside(pool: RankPool, strate
         ):
             assert equal(values, others), wrapper
             assert steps == count == 5
+
+
+def by_accelerate(optimizer: torch.optim.Optimizer) -> Any:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).prepare_optimizer(optimizer)
+
+
+def by_lightning(optimizer: torch.optim.Optimizer) -> Any:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    wrapped, module = LightningOptimizer(optimizer), LightningModule()
+    # As its trainer does in ``fit``.
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    module.trainer = Trainer(accelerator="cpu", devices=1, **quiet)
+    module.trainer.strategy._lightning_module = module
+    wrapped._strategy = module.trainer.strategy
+    return wrapped
+
+
+REAL: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "accelerate": by_accelerate,
+    "lightning": by_lightning,
+}
+
+
+def train_really(framework: str) -> tuple[bool, bool, int]:
+    """Return whether it is a wrapper, whether the plain optimizer gives the same, and the steps."""
+    WRAPPERS["real"] = REAL[framework]
+    wrapped = WRAPPERS["real"](sgd(make_net()))
+    (values, steps), (expected, _) = train("local", "real"), train("local", None)
+    return unwrap_optimizer(wrapped) is not wrapped, equal(values, expected), steps
+
+
+@pytest.mark.parametrize("framework", REAL)
+def test_what_the_frameworks_hand_out_themselves_is_taken(framework: str) -> None:
+    """Where they are installed; those that are only like them stand for them elsewhere."""
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    assert run_ranks(2, train_really, framework) == [(True, True, 5)] * 2
 
 
 def accumulate() -> tuple[int, bool]:

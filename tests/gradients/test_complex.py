@@ -190,6 +190,30 @@ def test_what_compresses_real_numbers_is_refused_at_attach(pool: RankPool) -> No
             assert "view_as_real" in text
 
 
+def hooks_refuse() -> list[str]:
+    said = []
+    for reducer in LOSSY:
+        if reducer.resident:
+            continue  # that is refused by gradient_hook itself
+        net = DistributedDataParallel(Waves(), bucket_cap_mb=1)
+        net.register_comm_hook(*gradient_hook(reducer))
+        try:
+            net(1.0).backward()
+        except NotAttachable as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_hook_that_compresses_refuses_them_in_backward(pool: RankPool) -> None:
+    """It sees the parameters there first; the error is that of attach, and nobody waits."""
+    for said in pool.run(2, hooks_refuse):
+        assert len(said) == 3
+        for text in said:
+            assert "complex64" in text
+            assert "Mean()" in text
+            assert "view_as_real" in text
+
+
 @dataclass(frozen=True)
 class Stuck(Mean):
     """A reducer that never comes back, until somebody lets it go."""

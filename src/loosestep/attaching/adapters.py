@@ -18,7 +18,7 @@ from loosestep.comm.sharded_types import is_dtensor, is_fsdp
 from loosestep.comm.tensors import holders_of
 from loosestep.errors import NotAttachable
 from loosestep.gradients.ddp import DDPAdapter, WholeBuckets, check_no_ddp_inside, free_dispatcher
-from loosestep.gradients.fsdp import FSDPAdapter, mesh_ranks
+from loosestep.gradients.fsdp import FSDPAdapter, mesh_ranks, sharded_later
 from loosestep.gradients.in_memory import InSharedMemory
 from loosestep.gradients.plain import Carrier, Meeting, Parameter, PlainAdapter, ToAll
 from loosestep.gradients.reducing import ByReducer, ReducedBuckets
@@ -84,6 +84,12 @@ def make_adapter(
     def find() -> list[Parameter]:
         return [(name, p) for name, p in model.named_parameters() if not is_dtensor(p)]
 
+    def find_none_sharded() -> list[Parameter]:
+        for name, parameter in model.named_parameters():
+            if is_dtensor(parameter) and strategy.schedule.gradient_levels():
+                raise sharded_later(name)
+        return find()
+
     meet = _meeting(sharing, strategy)
     if any(is_fsdp(part) for part in model.modules()):
         if reducer is not None:
@@ -98,7 +104,7 @@ def make_adapter(
             "gradients of DTensors are shared for FSDP2 modules only; wrap the model with "
             "fully_shard, or let gradients stay local with gradients=None"
         )
-    return PlainAdapter(find, sharing, meet, _carrier(sharing, reducer))
+    return PlainAdapter(find_none_sharded, sharing, meet, _carrier(sharing, reducer))
 
 
 def _meeting(sharing: GradientSharing, strategy: Strategy) -> Meeting:

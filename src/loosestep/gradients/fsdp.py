@@ -23,7 +23,7 @@ class FSDPAdapter:
     def __init__(
         self, module: torch.nn.Module, sharing: GradientSharing, wider: dict[str, Peers]
     ) -> None:
-        self._sharing, self._wider, self._active = sharing, wider, True
+        self._module, self._sharing, self._wider, self._active = module, sharing, wider, True
         self._parts = [part for part in module.modules() if is_fsdp(part)]
         for part in self._parts:
             part.set_all_reduce_hook(self._share)
@@ -43,7 +43,12 @@ class FSDPAdapter:
         """Do nothing: FSDP broadcasts no buffers."""
 
     def before_step(self) -> None:
-        """Do nothing: FSDP shares inside backward."""
+        """Refuse parts that came later, where FSDP's sharing inside backward is not all."""
+        if self._sharing.due.gradients not in self._wider:
+            return
+        for name, part in self._module.named_modules():
+            if is_fsdp(part) and part not in self._parts:
+                raise sharded_later(name)
 
     def close(self) -> None:
         """Leave the gradients to FSDP alone; its hook cannot be taken back, only silenced."""
@@ -54,6 +59,15 @@ class FSDPAdapter:
         if level in self._wider:
             peers = self._wider[level]
             self._sharing.wait(self._sharing.share(reduced, peers), peers)
+
+
+def sharded_later(name: str) -> RuntimeError:
+    """Return the error for a part or a parameter whose gradients nobody shares between meshes."""
+    return RuntimeError(
+        f"{name!r} was given to fully_shard after attach, which knows only what was sharded before "
+        "and would leave its gradients apart; detach(), make the optimizer of the new parameters "
+        "and attach again"
+    )
 
 
 def mesh_ranks(module: torch.nn.Module) -> tuple[tuple[int, ...], str]:
