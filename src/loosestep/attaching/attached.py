@@ -44,6 +44,7 @@ from loosestep.strategy.strategy import Strategy
 from loosestep.strategy.topology import Topology
 from loosestep.sync.connected import ConnectedTopology
 from loosestep.sync.engine import Engine, Settings
+from loosestep.sync.observing import Observer
 from loosestep.sync.owners import check_whose, owner
 from loosestep.sync.parts import unwrap_compiled
 from loosestep.sync.replica import Replica, ShardedReplica, replica_of
@@ -127,6 +128,8 @@ class Attached:
         self.topology = ConnectedTopology(averaging) if strategy.overlap_steps else averaging
         undo.callback(self.topology.close)
         check_levels(strategy, self.topology)
+        self._timetable = strategy.schedule.timetable()
+        self._observer = Observer(self._timetable.asks, self._rate)
         self._sharing = GradientSharing(
             self.clock, strategy.schedule, self.topology.peers, self.telemetry, strategy.schedule(0)
         )
@@ -230,6 +233,8 @@ class Attached:
             **owner(),
             "gradients": self._sharing.state_dict(),
             **self._engine.state_dict(),
+            "timetable": self._timetable.state_dict(),
+            "observed": self._observer.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -246,7 +251,9 @@ class Attached:
         self.clock.load_state_dict(state_dict["clock"])
         self._engine.load_state_dict(state_dict)
         self._sharing.load_state_dict(state_dict.get("gradients", {}))
-        self._sharing.due = self.strategy.schedule(self.clock.step)
+        self._timetable.load_state_dict(state_dict.get("timetable", {}))
+        self._observer.load_state_dict(state_dict.get("observed", {}))
+        self._sharing.due = self._timetable.due(self.clock.step)
         self._follow_gradients()
 
     def _check_whose(self, state_dict: Mapping[str, Any]) -> None:
@@ -254,6 +261,14 @@ class Attached:
         peers = self.topology.peers(self.topology.widest)
         inside = "or model and state inside `with run.averaged():`"
         check_whose(state_dict, state_dict.get("local_steps", 0), peers, inside)
+
+    def observe(self, loss: float | torch.Tensor) -> None:
+        """Take the training loss of a step, for a schedule that goes by it (``adacomm``)."""
+        self._observer.observe(float(loss))
+
+    def _rate(self) -> float:
+        """Return the optimizer's learning rate, of its first group."""
+        return float(self.optimizer.param_groups[0].get("lr", 0.0))
 
     def metrics(self) -> dict[str, dict[str, Any]]:
         """Return bytes, seconds, syncs and drift since the start, by ``kind/level``."""
@@ -312,7 +327,7 @@ class Attached:
         self._sharing.record(self.clock.step)
         local = self._sharing.due.gradients not in self._levels_of_all
         step = self.clock.tick()
-        due = self._sharing.due = self.strategy.schedule(step)
+        due = self._sharing.due = self._timetable.due(step)
         self._engine.follow(due.parameters, step, fragment=due.fragment, local=local)
         self._follow_gradients()
 
@@ -357,7 +372,8 @@ class Attached:
             settings,
             self.clock,
             self.telemetry,
-            strategy.schedule,
+            self._timetable,
+            self._observer,
         )
 
     def _gradient_peers(self) -> Peers | None:

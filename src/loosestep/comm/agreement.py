@@ -6,8 +6,9 @@ import hashlib
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 from loosestep.comm.peers import Peers
 from loosestep.comm.tensors import Named, placement, short_dtype
@@ -25,6 +26,7 @@ class Progress:
     clean: bytes = b""
     finite: bool = True  # none of its values is an infinity or NaN, as far as it looked
     sample: bytes = b""  # a hash of some of its values, where ranks must hold the same
+    observed: tuple[float, ...] = ()  # what it has seen since the last sync; as many on all ranks
 
 
 @dataclass(frozen=True)
@@ -37,18 +39,22 @@ class Header:
     clean: bytes
     finite: bool = True
     sample: bytes = b""
+    observed: tuple[float, ...] = ()
 
-    _FORMAT = "<16sq?8s?8s"
+    _FORMAT: ClassVar = struct.Struct("<16sq?8s?8s")
 
     def encode(self) -> bytes:
         """Return the header as bytes of one length."""
         told = (self.digest, self.step, self.final, self.clean, self.finite, self.sample)
-        return struct.pack(self._FORMAT, *told)
+        numbers = struct.pack(f"<{len(self.observed)}d", *self.observed)
+        return self._FORMAT.pack(*told) + numbers
 
     @classmethod
     def decode(cls, payload: bytes) -> Header:
         """Read what ``encode`` wrote."""
-        return cls(*struct.unpack(cls._FORMAT, payload))
+        size = cls._FORMAT.size
+        numbers = struct.unpack(f"<{(len(payload) - size) // 8}d", payload[size:])
+        return replace(cls(*cls._FORMAT.unpack(payload[:size])), observed=numbers)
 
 
 def all_clean(headers: Sequence[Header]) -> bool:
@@ -88,7 +94,8 @@ def agree(
     they disagree about.
     """
     at = Progress() if progress is None else progress
-    mine = Header(statement.digest, at.step, at.final, at.clean, at.finite, at.sample)
+    told = (at.step, at.final, at.clean, at.finite, at.sample, at.observed)
+    mine = Header(statement.digest, *told)
     if peers.size == 1 or _all_say(peers, mine):
         return [mine] * peers.size
     headers = [Header.decode(payload) for payload in peers.exchange_fixed(mine.encode())]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from loosestep.strategy.arrivals import Arrival
     from loosestep.strategy.fragments import Fragments
     from loosestep.strategy.outer_rules import Outer
+    from loosestep.strategy.periods import Rule
     from loosestep.strategy.policies import Sharding
     from loosestep.strategy.strategy import Strategy
     from loosestep.strategy.topology import Topology
@@ -37,7 +38,7 @@ def ddp(*, topology: Topology | None = None, gradient_reducer: Reducer | None = 
 
 
 def post_local_sgd(
-    period: int = 4,
+    period: int | Rule = 4,
     *,
     warmup_steps: int = 0,
     gradients: str | None = "host",
@@ -133,7 +134,7 @@ def zero(
 
 
 def diloco(
-    period: int = 100,
+    period: int | Rule = 100,
     *,
     outer: Outer | None = None,
     warmup_steps: int = 0,
@@ -211,7 +212,7 @@ def streaming_diloco(
 
 
 def slowmo(
-    period: int = 12,
+    period: int | Rule = 12,
     *,
     outer: Outer | None = None,
     warmup_steps: int = 0,
@@ -245,7 +246,7 @@ def slowmo(
 
 
 def snoo(
-    period: int = 30,
+    period: int | Rule = 30,
     *,
     outer: Outer | None = None,
     topology: Topology | None = None,
@@ -273,7 +274,7 @@ def snoo(
 
 
 def muloco(
-    period: int = 30,
+    period: int | Rule = 30,
     *,
     outer: Outer | None = None,
     warmup_steps: int = 0,
@@ -305,7 +306,7 @@ def muloco(
 
 
 def desloc(
-    period: int = 32,
+    period: int | Rule = 32,
     *,
     optimizer_state: Mapping[str, int] | None = None,
     warmup_steps: int = 0,

@@ -19,8 +19,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from loosestep.errors import check_instance, check_level, check_whole
+from loosestep.strategy.periods import Rule, check_rule
+from loosestep.strategy.timetable import AdaptiveTimetable, AfterTimetable, Timetable
 
-HORIZON = 200_000  # steps that are looked ahead for the next average
 STEPS_LOOKED_AT = 4096  # from the first average on, for two that are too close
 
 
@@ -70,6 +71,24 @@ class Schedule(ABC):
     def num_fragments(self) -> int:
         """How many parts the parameters are split into; 1: they are averaged as a whole."""
         return 1
+
+    def timetable(self) -> Timetable:
+        """Return what is due in a run; all that changes while training is there."""
+        return Timetable(self)
+
+    def seldom(self) -> list[int]:
+        """Return when that level averages which does so most seldom, as far as one looks.
+
+        Of parameters in parts, when the part does whose turn comes first.
+        """
+        first = next_sync(self, 0)
+        steps: dict[str, list[int]] = {level: [] for level in self.parameter_levels()}
+        if first is not None:
+            for step in range(first[0], first[0] + STEPS_LOOKED_AT):
+                due = self(step)
+                if due.parameters is not None and due.fragment in (None, first[1].fragment):
+                    steps.setdefault(due.parameters, []).append(step)
+        return min(steps.values(), key=len, default=[])
 
 
 @dataclass(frozen=True)
@@ -148,6 +167,35 @@ class Streaming(Schedule):
 
 
 @dataclass(frozen=True)
+class Adaptive(Schedule):
+    """One level, whose next period follows from what was observed at the last sync."""
+
+    rule: Rule
+    level: str
+    gradients: str | None = None
+
+    def __call__(self, step: int) -> Due:
+        """Return what is known before anything is observed: the first sync."""
+        return Due(self.gradients, self.level if step == self.rule.first else None)
+
+    def gradient_levels(self) -> frozenset[str]:
+        """Return the level that shares gradients between averages, if any."""
+        return _named(self.gradients)
+
+    def parameter_levels(self) -> frozenset[str]:
+        """Return the one level that averages."""
+        return _named(self.level)
+
+    def timetable(self) -> Timetable:
+        """Return one that learns the next sync at each."""
+        return AdaptiveTimetable(self)
+
+    def seldom(self) -> list[int]:
+        """Return two syncs that are as close as they may ever be."""
+        return [self.rule.shortest, 2 * self.rule.shortest]
+
+
+@dataclass(frozen=True)
 class After(Schedule):
     """One schedule before ``start``, another, counted from there, afterwards."""
 
@@ -176,18 +224,38 @@ class After(Schedule):
         """That of the half that has parts."""
         return max(half.num_fragments for half in self._halves())
 
+    def timetable(self) -> Timetable:
+        """Return that of both halves."""
+        return AfterTimetable(self)
+
+    def seldom(self) -> list[int]:
+        """Return the same of the half that adapts, or else of both."""
+        adaptive = [half for half in self._halves() if half.timetable().adaptive]
+        return adaptive[0].seldom() if adaptive else super().seldom()
+
     def _halves(self) -> list[Schedule]:
         """Return those that ever come."""
         return [self.before, self.then] if self.start else [self.then]
 
 
-def every(period: int, level: str = "world", *, gradients: str | None = None) -> Levels:
+def every(
+    period: int | Rule, level: str = "world", *, gradients: str | None = None
+) -> Levels | Adaptive:
     """Average parameters over ``level`` after every ``period`` steps.
+
+    A rule such as ``qsr(4, 0.1)`` says at every sync how long the next period is.
 
     >>> [step for step in range(10) if every(4)(step).parameters]
     [4, 8]
     """
-    return levels({level: period}, gradients=gradients)
+    if not isinstance(period, Rule):
+        return levels({level: period}, gradients=gradients)
+    check_rule(period)
+    check_level("level", level)
+    check_level("gradients", gradients)
+    if not level:
+        raise ValueError("level must name who averages, such as 'world', got None")
+    return Adaptive(period, level, gradients)
 
 
 def levels(periods: Mapping[str, int], *, gradients: str | None = None) -> Levels:
@@ -277,32 +345,7 @@ def next_sync(schedule: Schedule, step: int, level: str | None = None) -> tuple[
     >>> next_sync(every(8), 3)
     (8, Due(gradients=None, parameters='world'))
     """
-    levels_ = schedule.parameter_levels()
-    if not levels_ or (level is not None and level not in levels_):
-        return None
-    for later in range(step + 1, step + 1 + HORIZON):
-        due = schedule(later)
-        if due.parameters is not None and level in (None, due.parameters):
-            return later, due
-    return None
-
-
-def most_seldom(schedule: Schedule) -> list[int]:
-    """Return when the level averages parameters that does so most seldom, as far as one looks.
-
-    Of parameters in parts, when the part does whose turn comes first.
-
-    >>> most_seldom(every(2000)), most_seldom(levels({"host": 4, "world": 3000}))
-    ([2000, 4000, 6000], [3000])
-    """
-    first = next_sync(schedule, 0)
-    steps: dict[str, list[int]] = {level: [] for level in schedule.parameter_levels()}
-    if first is not None:
-        for step in range(first[0], first[0] + STEPS_LOOKED_AT):
-            due = schedule(step)
-            if due.parameters is not None and due.fragment in (None, first[1].fragment):
-                steps.setdefault(due.parameters, []).append(step)
-    return min(steps.values(), key=len, default=[])
+    return schedule.timetable().upcoming(step, level)
 
 
 def always_shares_gradients(schedule: Schedule) -> bool:

@@ -26,7 +26,7 @@ from loosestep.strategy.policies import (
     StatePeriods,
     choose_state,
 )
-from loosestep.strategy.schedules import Schedule, check_overlap, most_seldom
+from loosestep.strategy.schedules import Schedule, check_overlap
 from loosestep.strategy.topology import Topology, check_topology
 
 
@@ -91,7 +91,8 @@ class Strategy:
                     "they compare strategies by it; make it a frozen dataclass"
                 )
         check_whole("overlap_steps", self.overlap_steps, hint="0 averages at once")
-        check_overlap(self.overlap_steps, most_seldom(self.schedule) if self.overlap_steps else [])
+        check_overlap(self.overlap_steps, self.schedule.seldom() if self.overlap_steps else [])
+        self._check_period()
         self._check_fragments()
         self._check_arrival()
         object.__setattr__(self, "buffers", choose(Buffers, self.buffers))
@@ -102,6 +103,17 @@ class Strategy:
         object.__setattr__(self, "on_nonfinite", policy)
         check_policy(self.reducer, policy)
         check_can_overlap(self.overlap_steps, self.reducer, policy, state)
+
+    def _check_period(self) -> None:
+        """Raise where the next sync could be due before it is known when that is."""
+        if self.overlap_steps and self.schedule.timetable().adaptive:
+            shortest = self.schedule.seldom()[0]
+            if self.overlap_steps >= shortest:
+                raise ValueError(
+                    f"an average must arrive before the next one is due, which depends on what it "
+                    f"brings: overlap_steps is {self.overlap_steps}, and {self.schedule} may come "
+                    f"to a period of {shortest}; give overlap_steps <= {shortest - 1}"
+                )
 
     def _check_fragments(self) -> None:
         """Raise where parts and the schedule of their turns do not fit each other."""
@@ -115,7 +127,7 @@ class Strategy:
             )
         if num == 1:
             return
-        one, other = most_seldom(self.schedule)[:2]
+        one, other = self.schedule.seldom()[:2]
         if self.overlap_steps >= other - one:
             raise ValueError(
                 f"a fragment must arrive before it is launched again: overlap_steps is "

@@ -32,10 +32,11 @@ from loosestep.strategy.clock import Clock
 from loosestep.strategy.fragments import Fragments
 from loosestep.strategy.outer_rules import Outer
 from loosestep.strategy.policies import Initial
-from loosestep.strategy.schedules import Schedule, next_sync
+from loosestep.strategy.timetable import Timetable
 from loosestep.sync.averager import Averager
 from loosestep.sync.bound import Binder
 from loosestep.sync.kept import Kept, load_into, state_of
+from loosestep.sync.observing import Numbers, Observer
 from loosestep.sync.overlap import Overlap
 from loosestep.sync.parts import (
     FRAGMENT,
@@ -65,8 +66,9 @@ class Settings:
 class Engine:
     """Averages a replica over the levels of ``levels``, named from narrow to wide.
 
-    ``peers`` says who averages on a level. With ``schedule`` a rank that has finished answers the
-    syncs of those that still train; without, all must finish after the same step.
+    ``peers`` says who averages on a level. With ``timetable`` a rank that has finished answers the
+    syncs of those that still train; without, all must finish after the same step. ``observer`` is
+    asked for what the timetable wants to hear.
     """
 
     def __init__(
@@ -77,10 +79,11 @@ class Engine:
         settings: Settings,
         clock: Clock,
         telemetry: Telemetry,
-        schedule: Schedule | None = None,
+        timetable: Timetable | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.replica, self.levels, self._peers = replica, levels, peers
-        self._settings, self._schedule = settings, schedule
+        self._settings, self._timetable, self._observer = settings, timetable, observer
         self._clock, self._telemetry = clock, telemetry
         self._leaves_apart = settings.reducer.leaves_apart  # replicas, by what could not be sent
         self._averagers: dict[str, Averager] = {}
@@ -163,15 +166,30 @@ class Engine:
         """Average what takes part over ``level``: now, or beside training from now on."""
         began, averager = time.perf_counter(), self.averager(level, fragment=fragment)
         parts = self._parts(averager, fragment)
+        observed = self._observe(parts, step)
         if self._overlap.steps:  # the ranks agree there too
             shares = self.replica.shares(parts, averager, self.averager)
-            self._overlap.launch(shares, step, averager.name)
+            self._overlap.launch(shares, step, averager.name, observed)
             return
-        agreed = averager.agree(parts, Progress(step))
+        agreed = averager.agree(parts, Progress(step, observed=observed))
         average = self.replica.launch(agreed, averager, self.averager)
         whole = fragment is None and not self._leaves_apart
         self.commit(average, averager, level, began, equal=whole)
+        self._hear(step, [header.observed for header in agreed.headers])
         self._anchor_narrower(level, parts)
+
+    def _observe(self, parts: Parts, step: int) -> Numbers:
+        """Return what this rank tells the others before the sync that begins now."""
+        if self._timetable is None or self._observer is None:
+            return ()
+        observed = self._observer.tell(parts.means, self._timetable.period(step))
+        self._timetable.begun(step)
+        return observed
+
+    def _hear(self, step: int, told: Sequence[Numbers]) -> None:
+        """Let the timetable know what all ranks told before the sync of ``step``."""
+        if self._timetable is not None and self._observer is not None and any(told):
+            self._timetable.hear(step, self._observer.reduce(told))
 
     def _parts(self, averager: Averager, fragment: int | None) -> Parts:
         """Return what takes part in the sync that comes now; all ranks there must ask together."""
@@ -214,6 +232,7 @@ class Engine:
             return
         flight = self._overlap.land(self.replica.by_name)
         self.replica.landed()
+        self._hear(flight.step, flight.observed)
         seconds = {"seconds": flight.seconds, "seconds_waited": flight.seconds_waited}
         self._telemetry.averaged(flight.step, level_of(flight.level), flight.traffic, **seconds)
         self.replica.forget_state()
@@ -232,7 +251,7 @@ class Engine:
         ``last_step`` is the number by which the last step was, or would have been, followed. A
         schedule that averages nothing leaves to do what something other than steps has moved.
         """
-        if self._schedule is not None and not self._schedule.parameter_levels():
+        if self._timetable is not None and not self._timetable.averages:
             self._average_what_moved()
             return
         while self._overlap.flights:
@@ -240,9 +259,9 @@ class Engine:
         # Ranks that have ended at different steps would next ask for different fragments.
         settled = len(self._fragments) > 1 and self._synced_step == last_step >= 0
         self._last_step, step = last_step, self._clock.step
-        if self._schedule is not None and not settled:
-            comes_again = next_sync(self._schedule, step, self.widest) is not None
-            while (upcoming := next_sync(self._schedule, step)) is not None:
+        if self._timetable is not None and not settled:
+            comes_again = self._timetable.upcoming(step, self.widest) is not None
+            while (upcoming := self._timetable.upcoming(step)) is not None:
                 step, due = upcoming
                 assert due.parameters is not None, "that is what was asked for"
                 of_all = due.fragment is None and due.parameters == self.widest
@@ -266,18 +285,19 @@ class Engine:
     ) -> bool:
         """Average over ``level`` after the last step; return whether all its ranks are there.
 
-        With a schedule some may still train, and need this rank's parameters. ``once_more``: the
+        With a timetable some may still train, and need this rank's parameters. ``once_more``: the
         widest level averages all of it in the end.
         """
         began, averager = time.perf_counter(), self.averager(level, fragment=fragment)
         parts = self._parts(averager, fragment)
-        progress = Progress(step, final=self._schedule is not None)
+        observed = self._observe(parts, step)
+        progress = Progress(step, final=self._timetable is not None, observed=observed)
         # More than steps changes replicas: other optimizers, a forward (BatchNorm), the user. So
         # where no step was taken since the last sync, ranks compare what they hold now.
         if self._synced_step == self._last_step >= 0:
-            progress = Progress(step, progress.final, clean=fingerprint(parts.everything))
+            progress = replace(progress, clean=fingerprint(parts.everything))
         agreed = averager.agree(parts, progress)
-        done = self._schedule is None or all(header.final for header in agreed.headers)
+        done = self._timetable is None or all(header.final for header in agreed.headers)
         if done and (once_more or all_clean(agreed.headers)):
             return True
         average: Average
@@ -288,6 +308,7 @@ class Engine:
             average = self.replica.launch(agreed, averager, self.averager)
         equal = fragment is None and (done or not self._leaves_apart)
         self.commit(average, averager, name or level, began, equal=equal)
+        self._hear(step, [header.observed for header in agreed.headers])
         self._anchor_narrower(level, parts)
         return done
 

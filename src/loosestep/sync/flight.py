@@ -15,6 +15,7 @@ from loosestep.comm.flat import WINDOW_BYTES
 from loosestep.comm.peers import Peers
 from loosestep.comm.tensors import Named, each_once, memory
 from loosestep.errors import PeerLost
+from loosestep.sync.observing import Numbers
 from loosestep.sync.parts import Parts
 from loosestep.telemetry.traffic import Traffic
 
@@ -34,6 +35,7 @@ class Flight:
     level: str  # with the fragment, where a part of the parameters travels
     # Once it has come, of this rank's memory: mean - snapshot, or the mean where rules mix it in.
     differences: list[Named]
+    observed: list[Numbers] = field(default_factory=list)  # what all ranks told at its launch
     traffic: Traffic = field(default_factory=Traffic)
     seconds: float = 0.0  # from launch until it had come
     seconds_waited: float = 0.0  # how long training stood still for it
@@ -99,6 +101,7 @@ class Flight:
             "level": self.level,
             "num_tensors": len(differences),
             "differences": differences,
+            "observed": [list(numbers) for numbers in self.observed],
         }
 
     @classmethod
@@ -113,7 +116,8 @@ class Flight:
                 "average has landed"
             )
         held = [(name, tensor.clone()) for name, tensor in differences.items()]
-        return cls(state_dict["step"], state_dict["level"], held)
+        observed = [tuple(numbers) for numbers in state_dict.get("observed", [])]
+        return cls(state_dict["step"], state_dict["level"], held, observed)
 
     def _limit(self) -> float:
         """Return how long all waits on the way may take, should each just not time out."""

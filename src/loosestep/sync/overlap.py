@@ -29,6 +29,7 @@ from loosestep.comm.tensors import Named, memory
 from loosestep.strategy.arrivals import Arrival, Delta
 from loosestep.sync.averager import Averager
 from loosestep.sync.flight import Carrier, Flight, Room
+from loosestep.sync.observing import Numbers
 from loosestep.sync.parts import Parts, always_exact
 from loosestep.sync.pipeline import Averaging
 
@@ -73,18 +74,26 @@ class Overlap:
             self._rooms[averager.name].append(room)
 
     @torch.no_grad()
-    def launch(self, shares: Sequence[Share], step: int, level: str) -> None:
-        """Copy what takes part, and let the mean of the copies travel."""
+    def launch(
+        self, shares: Sequence[Share], step: int, level: str, observed: Numbers = ()
+    ) -> None:
+        """Copy what takes part, and let the mean of the copies travel.
+
+        What this rank has ``observed`` goes along with the first share.
+        """
         assert not self.is_full, "one must land first"
         began = time.perf_counter()
         flight = Flight(step, level, [], peers=[averager.peers for averager, _ in shares])
-        legs = [self._leg(averager, parts, flight) for averager, parts in shares]
+        legs = []
+        for averager, parts in shares:
+            legs.append(self._leg(averager, parts, flight, observed))
+            observed = ()
         flight.travel = lambda: [leg.travel(flight) for leg in legs]
         self.flights.append(flight)
         self._carrier.add(flight)
         flight.seconds_waited = time.perf_counter() - began
 
-    def _leg(self, averager: Averager, parts: Parts, flight: Flight) -> _Leg:
+    def _leg(self, averager: Averager, parts: Parts, flight: Flight, observed: Numbers) -> _Leg:
         room = flight.rooms[averager.name] = self._take_room(averager)
         mine, means = room.of(averager, parts)
         snapshots, guesses = room.snapshots.of(mine), averager.steps_outer and self._arrival.guesses
@@ -94,7 +103,7 @@ class Overlap:
             averager.guess(mine)
         _copy_(snapshots, mine)
         flight.differences += memory(means)
-        progress = Progress(flight.step, sample=sample)
+        progress = Progress(flight.step, sample=sample, observed=observed)
         copies = parts.replaced(dict(means))
         return _Leg(averager, copies, progress, snapshots, means, guesses, self._arrival)
 
@@ -202,6 +211,7 @@ class _Leg:
                 _copy_(copied if whole else averager.share(copied), self.snapshots)
             # With an outer optimizer all ranks of a host have all of the mean.
             agreed = averager.agree(self.copies, self.progress)
+            flight.observed = flight.observed or [header.observed for header in agreed.headers]
             average = averager.start(agreed, hand_round=whole)
             flight.traffic.add(average.wait())
             came = memory(self.means)  # again: a reducer may have moved them
