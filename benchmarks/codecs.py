@@ -18,8 +18,10 @@ import torch
 
 from benchmarks.report import Row
 from loosestep.comm.codecs.all_codecs import CODECS, codec
+from loosestep.comm.cuts import Runs
 
 NUMEL = 1 << 18  # elements at a time: half a window
+RUNS = Runs.of(NUMEL)
 REPEATS = 8  # of them in one measurement
 
 
@@ -28,7 +30,7 @@ def run(rounds: int) -> list[Row]:
     torch.manual_seed(0)
     result: list[Row] = []
     for name in CODECS:
-        ratio = codec(name).nbytes(NUMEL) / (4 * NUMEL)
+        ratio = codec(name).nbytes(RUNS) / (4 * NUMEL)
         for loops in ("c", "torch"):
             if loops == "c" and not needs_loops(name):
                 continue
@@ -53,12 +55,12 @@ def needs_loops(name: str) -> bool:
 
 def contenders(name: str, loops: str) -> tuple[Callable[[], object], Callable[[], object]]:
     chosen, values = codec(name, loops), torch.randn(NUMEL)
-    message = torch.empty(chosen.nbytes(NUMEL), dtype=torch.uint8)
+    message = torch.empty(chosen.nbytes(RUNS), dtype=torch.uint8)
     out = torch.empty(NUMEL)
-    chosen.encode(values, message, None)
+    chosen.encode(values, RUNS, message, None)
     return (
-        lambda: chosen.encode(values, message, None),
-        lambda: chosen.decode(message, NUMEL, out),
+        lambda: chosen.encode(values, RUNS, message, None),
+        lambda: chosen.decode(message, RUNS, out),
     )
 
 

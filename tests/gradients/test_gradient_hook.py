@@ -138,9 +138,10 @@ def kept_by_parameter(state: Any, parameters: list[torch.Tensor]) -> list[torch.
     """Return what all ranks together keep of each parameter's mean gradient."""
     memory, world = state.state_dict(), dist.get_world_size()
     flat = {}
-    for key, sent in memory["sent"].items():
-        total = sent / world
-        start = sent.numel() * dist.get_rank() // world
+    for window in state._windows:
+        key = f"gradients {window.index}"
+        total = memory["sent"][key] / world
+        start, _ = window.runs.slices(world, state.reducer.block)[dist.get_rank()]
         total[start : start + memory["mean"][key].numel()] += memory["mean"][key]
         dist.all_reduce(total)
         flat[key] = total

@@ -34,10 +34,11 @@ def by_signs(x: torch.Tensor) -> torch.Tensor:
 
 
 def by_size(x: torch.Tensor, density: float) -> torch.Tensor:
-    wanted = max(1, math.ceil(round(density * x.numel(), 6)))
-    order = x.abs().sort(descending=True, stable=True).indices[:wanted]
     out = torch.zeros_like(x)
-    out[order] = x[order]
+    for lot, kept in zip(x.split(4096), out.split(4096), strict=True):
+        wanted = max(1, math.ceil(round(density * lot.numel(), 6)))
+        order = lot.abs().sort(descending=True, stable=True).indices[:wanted]
+        kept[order] = lot[order]
     return out
 
 
@@ -52,27 +53,33 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def oracle(
-    replicas: Sequence[torch.Tensor], name: str, weights: Sequence[float] | None = None
-) -> torch.Tensor:
-    """Return what all ranks must hold: parts are lossy on the way there and on the way back.
+def of_tensors(
+    loss: Callable[[torch.Tensor], torch.Tensor], sizes: Sequence[int]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what does to each tensor of a flat buffer what ``loss`` does."""
+    return lambda x: torch.cat([loss(tensor) for tensor in x.split(list(sizes))])
 
-    Between two ranks there is one part, and no way back.
+
+def oracle(
+    replicas: Sequence[torch.Tensor],
+    name: str,
+    weights: Sequence[float] | None = None,
+    sizes: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Return what all ranks must hold: values are lossy on the way there and on the way back.
+
+    Between two ranks there is no way back.
     """
     size, numel, dtype = len(replicas), replicas[0].numel(), replicas[0].dtype
     if size == 1:
         return replicas[0]
     given = weights or [1.0] * size
-    parts = []
-    count = 1 if size == 2 else size
-    for p in range(count):
-        start, stop = numel * p // count, numel * (p + 1) // count
-        if start == stop:
-            continue
-        total = torch.zeros(stop - start)
-        for replica, weight in zip(replicas, given, strict=True):
-            if weight > 0:
-                share = torch.tensor(weight / sum(given), dtype=torch.float32)
-                total = total + share * LOSSES[name](replica[start:stop].float())
-        parts.append(total if size == 2 else LOSSES[name](total))
-    return torch.cat(parts).to(dtype) if parts else replicas[0]
+    if numel == 0:
+        return replicas[0]
+    loss = of_tensors(LOSSES[name], sizes or [numel])
+    total = torch.zeros(numel)
+    for replica, weight in zip(replicas, given, strict=True):
+        if weight > 0:
+            share = torch.tensor(weight / sum(given), dtype=torch.float32)
+            total = total + share * loss(replica.float())
+    return (total if size == 2 else loss(total)).to(dtype)

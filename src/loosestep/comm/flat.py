@@ -1,20 +1,22 @@
 """Many tensors as few flat buffers of bounded size: cut, group, pack, write back in place.
 
 The cut depends on shapes and dtypes only, never on strides or addresses, so that ranks agree on
-it even where one of them keeps a weight in channels_last or has re-pointed ``param.data``.
+it even where one of them keeps a weight in channels_last or has re-pointed ``param.data``. (How
+many views a range takes may depend on strides; nobody tells others.)
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch.autograd.graph import increment_version
 
 from loosestep.comm import native
+from loosestep.comm.cuts import Run
 
 WINDOW_BYTES = 4 << 20  # larger: fewer messages; smaller: less memory, more overlap
 FEW_PIECES = 16  # a call for each costs less than a second pass over the window
@@ -53,6 +55,7 @@ class Piece:
 
     name: str
     view: torch.Tensor
+    offset: int  # of its first element in the tensor, in logical order
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,18 @@ class Window:
     def sizes(self) -> list[int]:
         """The number of elements of each piece."""
         return [piece.view.numel() for piece in self.pieces]
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """What the pieces hold, those of one tensor that follow each other as one."""
+        runs: list[Run] = []
+        for piece, size in zip(self.pieces, self.sizes, strict=True):
+            last = runs[-1] if runs else None
+            if last and (last.tensor, last.offset + last.numel) == (piece.name, piece.offset):
+                runs[-1] = replace(last, numel=last.numel + size)
+            else:
+                runs.append(Run(piece.name, piece.offset, size))
+        return runs
 
     @cached_property
     def flats(self) -> list[torch.Tensor] | None:
@@ -96,7 +111,7 @@ class Window:
     @cached_property
     def name(self) -> str:
         """The first tensor's name, with the number of the others."""
-        more = len(self.pieces) - 1
+        more = len(self.runs) - 1
         return self.pieces[0].name + (f" and {more} more" if more else "")
 
     @cached_property
@@ -143,33 +158,38 @@ def windows(
     tensors: Sequence[tuple[str, torch.Tensor]],
     window_bytes: int = WINDOW_BYTES,
     own_window_bytes: int = OWN_WINDOW_BYTES,
+    block: int = 1,
 ) -> list[Window]:
     """Cut named tensors into windows of at most ``window_bytes`` (at least one element each).
 
-    Pieces of ``own_window_bytes`` get a window of their own, smaller ones share.
+    Pieces of ``own_window_bytes`` get a window of their own, smaller ones share. Tensors are cut
+    between their blocks of ``block`` elements only, so a window holds at least one of those.
 
     >>> cut = windows([("w", torch.zeros(3, 4)), ("b", torch.zeros(2))], window_bytes=32)
     >>> [(window.name, window.numel) for window in cut]
     [('w and 1 more', 6), ('w', 8)]
     """
     finished: list[Window] = []
-    open_pieces: dict[tuple[torch.dtype, torch.device], list[Piece]] = {}
+    waiting: dict[tuple[torch.dtype, torch.device], list[Piece]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
-    for piece in _pieces(tensors, window_bytes):
-        kind = (piece.view.dtype, piece.view.device)
-        size = piece.view.nbytes
-        if size >= min(own_window_bytes, window_bytes):
-            finished.append(Window((piece,)))
-            continue
-        waiting = open_pieces.setdefault(kind, [])
-        if filled.get(kind, 0) + size > window_bytes:
-            finished.append(Window(tuple(waiting)))
-            waiting.clear()
-            filled[kind] = 0
-        waiting.append(piece)
-        filled[kind] = filled.get(kind, 0) + size
+    for name, tensor in tensors:
+        kind, start = (tensor.dtype, tensor.device), 0
+        for views in _ranges(tensor, max(1, window_bytes // tensor.element_size()), block):
+            pieces = []
+            for view in views:
+                pieces.append(Piece(name, view, start))
+                start += view.numel()
+            size = sum(view.nbytes for view in views)
+            if size >= min(own_window_bytes, window_bytes):
+                finished.append(Window(tuple(pieces)))
+                continue
+            if filled.get(kind, 0) + size > window_bytes:
+                finished.append(Window(tuple(waiting[kind])))
+                waiting[kind], filled[kind] = [], 0
+            waiting.setdefault(kind, []).extend(pieces)
+            filled[kind] = filled.get(kind, 0) + size
     # The shared ones first: they need a copy in and out, which then overlaps with the rest.
-    return [Window(tuple(waiting)) for waiting in open_pieces.values() if waiting] + finished
+    return [Window(tuple(pieces)) for pieces in waiting.values() if pieces] + finished
 
 
 def pack(window: Window, staging: torch.Tensor) -> torch.Tensor:
@@ -226,15 +246,6 @@ def unpack_sum(window: Window, buffer: torch.Tensor, more: torch.Tensor) -> None
         torch.add(part, added, out=piece.view)
 
 
-def slices(numel: int, parts: int) -> list[tuple[int, int]]:
-    """Cut ``numel`` elements into ``parts`` ranges whose lengths differ by at most one.
-
-    >>> slices(5, 3)
-    [(0, 1), (1, 3), (3, 5)]
-    """
-    return [(numel * i // parts, numel * (i + 1) // parts) for i in range(parts)]
-
-
 def _parts(window: Window, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
     start = 0
     for piece in window.pieces:
@@ -242,11 +253,36 @@ def _parts(window: Window, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         start += piece.view.numel()
 
 
-def _pieces(tensors: Sequence[tuple[str, torch.Tensor]], window_bytes: int) -> Iterator[Piece]:
-    for name, tensor in tensors:
-        limit = max(1, window_bytes // tensor.element_size())
-        for view in _split(tensor, limit):
-            yield Piece(name, view)
+def _ranges(tensor: torch.Tensor, limit: int, block: int) -> Iterator[Sequence[torch.Tensor]]:
+    """Yield views of ranges that follow each other, of at most ``limit`` elements or one block."""
+    if block == 1:  # then one view is enough for each range
+        yield from ((view,) for view in _split(tensor, limit))
+        return
+    numel = tensor.numel()
+    step = max(block, limit // block * block) if numel > limit else max(1, numel)
+    for start in range(0, numel, step):
+        yield list(_views(tensor, start, min(start + step, numel)))
+
+
+def _views(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Yield the views that hold a range of elements, in logical order: one, if they can be one."""
+    if stop - start == tensor.numel():
+        yield tensor
+        return
+    if tensor.is_contiguous():
+        yield tensor.view(-1)[start:stop]
+        return
+    row = tensor.numel() // tensor.shape[0]
+    first, last = -(-start // row), stop // row  # of the whole rows
+    if first > last:  # all of it lies inside one
+        yield from _views(tensor[last], start - last * row, stop - last * row)
+        return
+    if start < first * row:
+        yield from _views(tensor[first - 1], start - (first - 1) * row, row)
+    if first < last:
+        yield tensor[first:last]
+    if last * row < stop:
+        yield from _views(tensor[last], 0, stop - last * row)
 
 
 def _split(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:

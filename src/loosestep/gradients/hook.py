@@ -3,10 +3,10 @@
     model.register_comm_hook(*gradient_hook(ErrorFeedback(Int4())))
 
 DDP deals its gradients to other buckets after the first backward, and deals them as at first after
-a restart. What a reducer remembers, and how blocks are cut, must not depend on that. So windows are
-the buckets of the first backward for good: gradients of later buckets are brought there, reduced
-as soon as a window is full, and brought back. [Note: order of windows] Buckets come in one order on
-all ranks, hence so do full windows.
+a restart. What a reducer remembers must not depend on that. So windows are the buckets of the first
+backward for good: gradients of later buckets are brought there, reduced as soon as a window is
+full, and brought back. [Note: order of windows] Buckets come in one order on all ranks, hence so do
+full windows.
 """
 
 import threading
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 
+from loosestep.comm.cuts import Run, Runs
 from loosestep.comm.flat import STAGING
 from loosestep.comm.group import peers_of, world_group
 from loosestep.comm.peers import Peers, Phase
@@ -103,6 +104,7 @@ class _Window:
 
     index: int
     parameters: list[torch.Tensor]
+    runs: Runs
     staging: torch.Tensor | None = None
     filled: int = 0  # elements
     pieces: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -202,7 +204,11 @@ class GradientHook:
     def _settle(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take a bucket of the first backward for a window."""
         check_complex(self.reducer, parameters)
-        window, start = _Window(len(self._windows), list(parameters)), 0
+        # By their number from the end, from where DDP fills its first buckets: the same whatever
+        # their size is. Names it does not tell.
+        last = len(self._places) + len(parameters) - 1
+        runs = [Run(f"gradient {last - i}", 0, p.numel()) for i, p in enumerate(parameters)]
+        window, start = _Window(len(self._windows), list(parameters), Runs(tuple(runs))), 0
         for parameter in parameters:
             self._places[parameter] = (window.index, start)
             start += parameter.numel()
@@ -237,13 +243,13 @@ class GradientHook:
 
     def _launch(self, window: _Window) -> None:
         """Hand a full window to the thread, and begin an empty one."""
-        self._windows[window.index] = _Window(window.index, window.parameters)
+        self._windows[window.index] = _Window(window.index, window.parameters, window.runs)
         phase = Phase("sharing gradients", f"bucket {window.index}", self._passes - 1)
         reductions, peers = self._reductions, self._peers.during(phase)
 
         def job() -> None:
             assert window.staging is not None, "it is full"
-            place = Place(f"gradients {window.index}")
+            place = Place(f"gradients {window.index}", window.runs)
             window.land(reductions.reduce(window.staging, peers, place))
 
         reductions.submit(job)

@@ -18,6 +18,7 @@ import torch
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from loosestep.comm.cuts import Run, Runs
 from loosestep.errors import NotFinite
 from loosestep.gradients.sharing import GradientSharing, check_dense, mean_future
 
@@ -33,13 +34,14 @@ SMALL_BUCKET = 2 << 20  # bytes: below, a message's own time counts for more tha
 class Bucket:
     """Gradients that travel together, and flags: which were used, and whether there are others."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.missing = set(parameters)
+    def __init__(self, named: list[Parameter]) -> None:
+        self.parameters = [parameter for _, parameter in named]
+        self.runs = Runs(tuple(Run(name, 0, parameter.numel()) for name, parameter in named))
+        self.missing = set(self.parameters)
         self.launched = False  # in this backward
         self.news = False  # whether this rank has parameters in no bucket; once unpacked, any
-        self.num_flags = len(parameters) + 1
-        self.numel = sum(p.numel() for p in parameters) + self.num_flags
+        self.num_flags = len(self.parameters) + 1
+        self.numel = self.runs.numel + self.num_flags
 
     def pack(self, buffer: torch.Tensor) -> torch.Tensor:
         """Copy the gradients in; one that this rank does not have counts as zero."""
@@ -227,8 +229,7 @@ class PlainAdapter:
 
     def _adopt(self) -> list[Bucket]:
         """Make buckets for parameters that require gradients and have none yet."""
-        new = [parameter for _, parameter in self._without_bucket()]
-        carrier = self._carrier
+        new, carrier = self._without_bucket(), self._carrier
         divided = _divide(new, carrier.bucket_bytes, carrier.bucket_share)
         buckets = [carrier.bucket_type(members) for members in divided]
         if buckets:
@@ -237,7 +238,7 @@ class PlainAdapter:
         self._bucket_of |= {p: bucket for bucket in buckets for p in bucket.parameters}
         self._hooks += [
             p.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
-            for p in new
+            for _, p in new
         ]
         return buckets
 
@@ -319,28 +320,24 @@ class PlainAdapter:
             self._not_finite = self._not_finite or error
 
 
-def _divide(
-    parameters: list[torch.nn.Parameter], bucket_bytes: int, share: float = 1.0
-) -> list[list[torch.nn.Parameter]]:
+def _divide(named: list[Parameter], bucket_bytes: int, share: float = 1.0) -> list[list[Parameter]]:
     """Group parameters of one dtype and device, last first, as backward comes to them."""
-    groups: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
-    for parameter in reversed(parameters):
-        groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    groups: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
+    for name, parameter in reversed(named):
+        groups.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
     return [bucket for group in groups.values() for bucket in _cut(group, bucket_bytes, share)]
 
 
-def _cut(
-    parameters: list[torch.nn.Parameter], bucket_bytes: int, share: float
-) -> Iterator[list[torch.nn.Parameter]]:
-    left = sum(p.nbytes for p in parameters)
-    bucket: list[torch.nn.Parameter] = []
+def _cut(named: list[Parameter], bucket_bytes: int, share: float) -> Iterator[list[Parameter]]:
+    left = sum(p.nbytes for _, p in named)
+    bucket: list[Parameter] = []
     filled, most = 0, _room(left, bucket_bytes, share)
-    for parameter in parameters:
+    for name, parameter in named:
         if bucket and filled + parameter.nbytes > most:
             yield bucket
             left -= filled
             bucket, filled, most = [], 0, _room(left, bucket_bytes, share)
-        bucket.append(parameter)
+        bucket.append((name, parameter))
         filled += parameter.nbytes
     yield bucket
 

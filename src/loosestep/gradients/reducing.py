@@ -108,7 +108,9 @@ class ByReducer(ToAll):
         phase = Phase("sharing gradients", slot, self._sharing.clock.step)
         self._sharing.count(Traffic())
         peers = self._sharing.peers(level).during(phase)
-        return self._reductions.share(buffer, peers, Place(slot))
+        # With the flags behind the gradients it is no buffer of tensors: those reducers are exact.
+        runs = bucket.runs if buffer.numel() == bucket.runs.numel else None
+        return self._reductions.share(buffer, peers, Place(slot, runs))
 
     def close(self) -> None:
         """End the thread and let go of the groups."""

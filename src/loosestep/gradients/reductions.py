@@ -105,9 +105,12 @@ class Reductions:
         try:
             if buffer.device.type != "cpu":
                 torch.accelerator.synchronize(buffer.device)  # the thread has streams of its own
-            # The mean of complex numbers is that of their real and of their imaginary parts.
-            real = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
-            handle = self._start(real, peers, place)
+            if buffer.is_complex():
+                # Their mean is that of their real and of their imaginary parts, and exact.
+                real, at = torch.view_as_real(buffer).view(-1), Place(place.slot)
+                handle = self._start(real, peers, at)
+            else:
+                handle = self._start(buffer, peers, place)
             handle.wait()
         except Exception as error:  # whatever it is, it belongs to whoever waits
             self._failed = True

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from loosestep.comm.cuts import Run, Runs
 from loosestep.comm.flat import OWN_WINDOW_BYTES, Window, windows
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers import Mean, Place, Reducer
-from loosestep.comm.reducers.division import Division
+from loosestep.comm.reducers.division import Division, origin
 from loosestep.comm.tensors import Holders, Named, holders_of
 from loosestep.sync.bound import by_shard
 from loosestep.sync.parts import compressible, only_exact
@@ -39,24 +40,39 @@ class Job:
 
 
 def jobs_of(
-    windows: Sequence[Window], peers: Peers, shard_key: str = "", *, by: Reducer | None = None
+    windows: Sequence[Window],
+    peers: Peers,
+    shard_key: str = "",
+    *,
+    by: Reducer | None = None,
+    origins: Mapping[str, tuple[str, int]] | None = None,
 ) -> list[Job]:
-    """Return a job for every window; its slot names the tensors and counts those of one name."""
+    """Return a job for every window; its slot names the tensors and counts those of one name.
+
+    ``origins``: of which tensors the windows' are parts, and from which element.
+    """
     jobs: list[Job] = []
     seen: Counter[str] = Counter()
     for window in windows:
-        place = " ".join(part for part in (window.name, _contents(window), shard_key) if part)
-        jobs.append(Job(window, peers, Place(f"{seen[place]} {place}"), by))
-        seen[place] += 1
+        name = " ".join(part for part in (window.name, _contents(window), shard_key) if part)
+        runs = Runs(tuple(_located(run, origins or {}) for run in window.runs))
+        jobs.append(Job(window, peers, Place(f"{seen[name]} {name}", runs), by))
+        seen[name] += 1
     return jobs
+
+
+def _located(run: Run, origins: Mapping[str, tuple[str, int]]) -> Run:
+    """Return a run of the whole tensor."""
+    tensor, first = origins.get(run.tensor, (run.tensor, 0))
+    return Run(tensor, first + run.offset, run.numel)
 
 
 def _contents(window: Window) -> str:
     """Return a mark that tells shared windows apart whose tensors are not the same."""
-    if len(window.pieces) == 1:
+    if len(window.runs) == 1:
         return ""
-    shapes = [(piece.name, tuple(piece.view.shape)) for piece in window.pieces]
-    return "#" + hashlib.blake2b(repr(shapes).encode(), digest_size=4).hexdigest()
+    held = [(run.tensor, run.offset, run.numel) for run in window.runs]
+    return "#" + hashlib.blake2b(repr(held).encode(), digest_size=4).hexdigest()
 
 
 class Cutter:
@@ -122,17 +138,20 @@ class Cutter:
         by = Mean() if lossy or division is None else division.undivided
         exact = jobs_of(windows(only_exact(group), size), peers, key, by=by)
         rest = compressible(group)
+        origins: dict[str, tuple[str, int]] = {}
         if division is None:
             self._reducer.check_replicas(peers)
         else:
             rest, peers = division.share(rest), division.across
             size = self._window_size(peers)
+            origins = {name: origin(name, part) for name, part in rest}
         # Differences are copies in any case, so large pieces may share a window too.
         own = size if lossy else OWN_WINDOW_BYTES
-        return [*jobs_of(windows(rest, size, own), peers, key), *exact]
+        cut = windows(rest, size, own, self._reducer.block)
+        return [*jobs_of(cut, peers, key, origins=origins), *exact]
 
     def _window_size(self, peers: Peers) -> int:
-        # Windows show in what a lossy reducer does, and the way that bytes travel must not.
+        # What a lossy reducer keeps goes by windows, and is loaded where bytes travel otherwise.
         most = self._window_bytes if self._reducer.lossy else peers.window_bytes
         return min(self._window_bytes, most)
 

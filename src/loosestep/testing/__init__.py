@@ -260,7 +260,7 @@ class RecordingReducer(Reducer):
         return self.inner.start(buffer, peers, state, place)
 
     def bytes_on_wire(
-        self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
+        self, numel: int | Sequence[int], dtype: torch.dtype, group_size: int, group_rank: int = 0
     ) -> int:
         """Return what ``inner`` says."""
         return self.inner.bytes_on_wire(numel, dtype, group_size, group_rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -18,6 +19,7 @@ from loosestep.comm.codecs.codec import Codec, Loops
 from loosestep.comm.codecs.largest import Largest
 from loosestep.comm.codecs.narrow import Narrow
 from loosestep.comm.codecs.rounding import Draw, draw_of, key_of, uniform
+from loosestep.comm.cuts import Run, Runs
 from tests.support.codecs import LARGEST, SPECIAL, floats, same_bits
 
 pytestmark = pytest.mark.fast
@@ -28,7 +30,8 @@ def pairs(draw: st.DrawFn) -> tuple[Codec, Codec]:
     """Draw a codec in C and its twin in torch."""
     if draw(st.booleans()):
         density = draw(st.sampled_from([0.001, 0.01, 0.3, 0.999, 1.0]))
-        return Largest(density, loops=Loops.C), Largest(density, loops=Loops.TORCH)
+        chunk = draw(st.sampled_from([1, 7, 1000, 4096, 4097, 65536]))
+        return Largest(density, chunk, loops=Loops.C), Largest(density, chunk, loops=Loops.TORCH)
     bits = draw(st.sampled_from([8, 4, 2, 1.6]))
     block = draw(st.sampled_from([1, 2, 3, 5, 64, 100, 256, 1000, 4096]))
     return Blocks(bits, block, loops=Loops.C), Blocks(bits, block, loops=Loops.TORCH)
@@ -37,20 +40,32 @@ def pairs(draw: st.DrawFn) -> tuple[Codec, Codec]:
 DRAWS = st.one_of(st.none(), st.integers(0, 1000).map(draw_of))
 
 
-def message(codec: Codec, values: torch.Tensor, draw: Draw | None = None) -> torch.Tensor:
-    room = torch.full((codec.nbytes(values.numel()),), 77, dtype=torch.uint8)
-    codec.encode(values, room, draw)
+def message(
+    codec: Codec, values: torch.Tensor, draw: Draw | None = None, runs: Runs | None = None
+) -> torch.Tensor:
+    held = runs or Runs.of(values.numel())
+    room = torch.full((codec.nbytes(held),), 77, dtype=torch.uint8)
+    codec.encode(values, held, room, None if draw is None else [draw] * len(held.each))
     return room
 
 
-def decoded(codec: Codec, sent: torch.Tensor, numel: int) -> torch.Tensor:
-    out = torch.full((numel,), math.nan)
-    codec.decode(sent, numel, out)
+def decoded(codec: Codec, sent: torch.Tensor, runs: Runs) -> torch.Tensor:
+    out = torch.full((runs.numel,), math.nan)
+    codec.decode(sent, runs, out)
     return out
 
 
 def through(codec: Codec, values: torch.Tensor, draw: Draw | None = None) -> torch.Tensor:
-    return decoded(codec, message(codec, values, draw), values.numel())
+    return decoded(codec, message(codec, values, draw), Runs.of(values.numel()))
+
+
+@st.composite
+def cuts(draw: st.DrawFn, numel: int) -> Runs:
+    """Draw runs of one tensor or of several, empty ones among them."""
+    edges = sorted(draw(st.lists(st.integers(0, numel), max_size=6)))
+    pairs = itertools.pairwise([0, *edges, numel])
+    offsets = st.sampled_from([0, 4096, (1 << 32) - 100, 1 << 33])
+    return Runs(tuple(Run(str(i), draw(offsets), b - a) for i, (a, b) in enumerate(pairs)))
 
 
 def test_there_is_a_compiler_here() -> None:
@@ -58,27 +73,51 @@ def test_there_is_a_compiler_here() -> None:
     assert codec_c.available(torch.empty(1))
 
 
-@given(values=floats(), pair=pairs(), draw=DRAWS, share=st.sampled_from([0.5, 1 / 3, 0.3, -1.0]))
+@given(
+    values=floats(),
+    pair=pairs(),
+    draw=DRAWS,
+    share=st.sampled_from([0.5, 1 / 3, 0.3, -1.0]),
+    data=st.data(),
+)
 def test_c_and_torch_give_the_same_bits(
-    values: torch.Tensor, pair: tuple[Codec, Codec], draw: Draw | None, share: float
+    values: torch.Tensor,
+    pair: tuple[Codec, Codec],
+    draw: Draw | None,
+    share: float,
+    data: st.DataObject,
 ) -> None:
     """Messages, values, sums and samples are equal, and nothing finite becomes infinite."""
     share = float(torch.tensor(share))
+    runs = data.draw(cuts(values.numel()))
     in_c, in_torch = pair
-    sent = message(in_c, values, draw)
-    assert torch.equal(sent, message(in_torch, values, draw))
-    there = decoded(in_c, sent, values.numel())
-    assert same_bits(there, decoded(in_torch, sent, values.numel()))
+    sent = message(in_c, values, draw, runs)
+    assert torch.equal(sent, message(in_torch, values, draw, runs))
+    there = decoded(in_c, sent, runs)
+    assert same_bits(there, decoded(in_torch, sent, runs))
     assert bool(there.isfinite().all())
     sums = [torch.linspace(-1, 1, values.numel()) for _ in pair]
     for one, total in zip(pair, sums, strict=True):
-        one.add(sent, total, share)
+        one.add(sent, runs, total, share)
     assert same_bits(*sums)
-    front = in_c.sample(values.numel())
+    front = runs.front(1000, in_c.block)
     for one in pair:
         part = torch.full((front,), math.nan)
-        one.decode(sent, values.numel(), part)
+        one.decode(sent, runs, part)
         assert torch.equal(part, there[:front])
+
+
+@given(values=floats(), pair=pairs(), draw=DRAWS, data=st.data())
+def test_runs_are_coded_by_themselves(
+    values: torch.Tensor, pair: tuple[Codec, Codec], draw: Draw | None, data: st.DataObject
+) -> None:
+    """A tensor among others comes out as it does alone, whole or cut between its blocks."""
+    one, runs = pair[0], data.draw(cuts(values.numel()))
+    together = decoded(one, message(one, values, draw, runs), runs)
+    cut = data.draw(st.integers(1, 5))
+    for start, stop in runs.slices(cut, one.block):
+        held, part = runs.part(start, stop), values[start:stop].clone()
+        assert same_bits(together[start:stop], decoded(one, message(one, part, draw, held), held))
 
 
 @given(values=floats(), block=st.sampled_from([1, 7, 256]), bits=st.sampled_from([8, 4]))
@@ -171,15 +210,29 @@ def test_chances_are_uniform_and_differ() -> None:
     assert abs(float(torch.corrcoef(torch.stack([one, two]))[0, 1])) < 0.02
 
 
-@given(values=floats(), density=st.sampled_from([0.01, 0.1, 0.5, 1.0]))
-def test_the_largest_are_kept_exactly(values: torch.Tensor, density: float) -> None:
-    """The first k of a stable sort by magnitude come through; everything else is zero."""
-    numel = values.numel()
-    wanted = math.ceil(Fraction(str(density)) * numel)
-    order = sorted(range(numel), key=lambda i: (-abs(float(values[i])), i))[:wanted]
-    expected = torch.zeros(numel)
-    expected[order] = values[order]
-    assert torch.equal(through(Largest(density), values), expected)
+@given(
+    values=floats(),
+    density=st.sampled_from([0.01, 0.1, 0.5, 1.0]),
+    chunk=st.sampled_from([100, 4096, 5000]),
+)
+def test_the_largest_are_kept_exactly(values: torch.Tensor, density: float, chunk: int) -> None:
+    """The first k of a stable sort of each chunk come through; everything else is zero."""
+    expected = torch.zeros(values.numel())
+    for start in range(0, values.numel(), chunk):
+        lot = range(start, min(start + chunk, values.numel()))
+        wanted = math.ceil(Fraction(str(density)) * len(lot))
+        order = sorted(lot, key=lambda i: (-abs(float(values[i])), i))[:wanted]
+        expected[order] = values[order]
+    assert torch.equal(through(Largest(density, chunk), values), expected)
+
+
+def test_places_by_hand() -> None:
+    """The three largest of five; two places of 12 bits in three bytes, and one in two."""
+    sent = message(Largest(0.6, 4096), torch.tensor([0.0, 4.0, 1.0, -3.0, 2.0]))
+    assert sent[:12].view(torch.float32).tolist() == [4.0, -3.0, 2.0]
+    assert sent[12:].tolist() == [1, 3 << 4, 0, 4, 0]
+    wide = message(Largest(0.6, 5000), torch.tensor([0.0, 4.0, 1.0, -3.0, 2.0]))
+    assert wide[12:].tolist() == [1, 0, 3, 0, 4, 0]
 
 
 def test_density_is_meant_as_it_is_written() -> None:
@@ -202,10 +255,11 @@ def test_narrow_values(dtype: torch.dtype, values: torch.Tensor) -> None:
 def test_sizes(name: str) -> None:
     """A message takes the bytes that it is said to, for every size."""
     one = codec(name)
-    per_value = {"int8": 260 / 256, "int4": 132 / 256, "int2": 68 / 256, "top 1 %": 0.08}
+    per_value = {"int8": 260 / 256, "int4": 132 / 256, "int2": 68 / 256}
+    per_value["top 1 %"] = 41 * 5.5 / 4096  # of every chunk
     per_value["ternary"] = 56 / 256  # 52 bytes for the codes of a block
-    assert one.nbytes(0) == 0
-    assert one.nbytes(25600) == round(25600 * per_value.get(name, 2.0))
+    assert one.nbytes(Runs.of(0)) == 0
+    assert one.nbytes(Runs.of(40960)) == round(40960 * per_value.get(name, 2.0))
     for numel in range(0, 600, 7):
         values = torch.ones(numel)
         assert bool(through(one, values).isfinite().all())
@@ -228,6 +282,13 @@ def test_blocks_have_a_size(block: int) -> None:
     """The error says the rule, the value and a way out."""
     with pytest.raises(ValueError, match=f"1..4096, got {block}; 256"):
         Blocks(8, block)
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 65537])
+def test_chunks_have_a_size(chunk: int) -> None:
+    """Places in them have 16 bits at most."""
+    with pytest.raises(ValueError, match=f"1..65536, got {chunk}"):
+        Largest(0.5, chunk)
 
 
 @pytest.mark.parametrize("density", [0.0, -0.1, 1.5, math.nan])

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from loosestep import NonFinite, NotFinite, average_
 from loosestep.comm.codecs import in_c as codec_c
+from loosestep.comm.cuts import Run, Runs
 from loosestep.comm.group import Group, peers_of, world_group
 from loosestep.comm.peers import Message, Peers, Transfer
 from loosestep.comm.reducers import NOTHING, Place
@@ -31,6 +32,7 @@ from loosestep.reducers import (
     Rounding,
     Ternary,
     TopK,
+    TwoLevel,
 )
 from loosestep.testing import RankPool
 from tests.support.compressed import by_steps, oracle
@@ -122,6 +124,45 @@ def all_sizes(
 def test_the_oracles_bits(pool: RankPool, name: str, world: int, combinations: str) -> None:
     """All ranks hold the oracle's mean to the bit, having sent the bytes that were announced."""
     assert pool.run(world, all_sizes, name, None, combinations) == [[]] * world
+
+
+MANY = [300, 1, 0, 4100, 256, 7]
+
+
+def many_tensors() -> list[str]:
+    """Return which reducers send other bytes for a buffer of many tensors than they say."""
+    wrong, rank = [], dist.get_rank()
+    inner = {name: make() for name, make in {**REDUCERS, **FEEDBACK}.items()}
+    between = {f"{n} in two levels": TwoLevel(r, ranks_per_host=2) for n, r in inner.items()}
+    for name, reducer in {**inner, **between}.items():
+        peers = peers_of(world_group())
+        buffer = values(rank, sum(MANY))
+        place = Place("slot", Runs(tuple(Run(str(i), 0, size) for i, size in enumerate(MANY))))
+        handle = reducer.start(buffer, peers, reducer.init([], peers), place)
+        handle.wait()
+        if handle.traffic.bytes_sent != reducer.bytes_on_wire(MANY, buffer.dtype, peers.size, rank):
+            wrong.append(name)
+    return wrong
+
+
+def test_bytes_of_many_tensors_are_known(pool: RankPool) -> None:
+    """Blocks begin anew at each, which costs bytes that are announced."""
+    assert pool.run(4, many_tensors) == [[]] * 4
+
+
+def wrong_place() -> str:
+    try:
+        place = Place("slot", Runs.of([3, 4]))
+        Int8().start(torch.ones(8), peers_of(world_group()), NOTHING, place)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_place_says_what_the_buffer_holds(pool: RankPool) -> None:
+    """Otherwise blocks would lie where no tensor has them."""
+    for text in pool.run(2, wrong_place):
+        assert "'slot' has runs of 7 elements, and the buffer 8" in text
 
 
 def one_size(name: str, numel: int, dtype: torch.dtype, call: int) -> torch.Tensor:
@@ -380,13 +421,13 @@ def both_sides() -> list[tuple[bool, bool]]:
     peers = peers_of(world_group())
     reducer = ErrorFeedback(Int4())
     residuals = reducer.init([], peers)
-    start, stop = 999 * rank // world, 999 * (rank + 1) // world
+    start, stop = [0, 256, 768, 999][rank : rank + 2]  # the cuts between blocks nearest to thirds
     kept, owned = torch.zeros(999), torch.zeros(stop - start)
     checks = []
     for call in range(3):
         mine = values(rank, 999, call=call)
         wanted = mine + kept
-        sent = torch.cat([by_steps(p, 7, 256) for p in wanted.split(999 // world)])
+        sent = by_steps(wanted, 7, 256)
         everyone = [torch.empty(999) for _ in range(world)]
         dist.all_gather(everyone, sent)
         total = torch.zeros(stop - start)
@@ -499,7 +540,7 @@ def test_reducers_say_what_they_are() -> None:
     """Ranks compare strategies by repr, so settings are in it; lossy ones say so."""
     assert repr(Int8()) == "Int8(block=256, rounding='nearest', on_nonfinite='raise')"
     assert "seed=7" in repr(Int4(rounding=Rounding.STOCHASTIC, seed=7))
-    assert repr(TopK(0.1, on_nonfinite="skip")) == "TopK(0.1, on_nonfinite='skip')"
+    assert repr(TopK(0.1, on_nonfinite="skip")) == "TopK(0.1, chunk=4096, on_nonfinite='skip')"
     assert repr(ErrorFeedback(Int2(64))).startswith("ErrorFeedback(Int2(block=64, ")
     lossy: list[Any] = [Int8(), Int4(), Int2(), TopK(0.1), Cast(torch.float16)]
     assert all(reducer.lossy for reducer in [*lossy, *map(ErrorFeedback, lossy)])

@@ -39,7 +39,7 @@ from loosestep.schedules import every
 from loosestep.sync.averager import Averager
 from loosestep.sync.kept import Kept
 from loosestep.testing import RankPool
-from tests.support.compressed import LOSSES
+from tests.support.compressed import LOSSES, of_tensors
 from tests.support.compressed import oracle as compressed_mean
 from tests.support.optimizers import VARIANTS, build
 from tests.support.oracle import (
@@ -57,6 +57,7 @@ from tests.support.oracle import (
 from tests.support.pairs import in_pairs
 
 STEPS, PERIOD = 10, 3
+SIZES = [parameter.numel() for parameter in make_net().parameters()]
 
 REDUCERS: dict[str, Callable[[], Reducer]] = {
     "mean": Mean,
@@ -137,39 +138,30 @@ def train(name: str, ranks: list[int]) -> dict[str, torch.Tensor]:
 
 
 class Feedback:
-    """Error feedback written out: memories of every rank, and of the owner of every part.
+    """Error feedback written out: memories of every rank's values, and of the mean.
 
-    Between two ranks there is one part, which nobody owns: the mean of what arrives is the result.
-    With ``apart`` what was not sent is no memory but ``left``, to go on with.
+    Between two ranks the mean of what arrives is the result, and nothing is left of it. With
+    ``apart`` what was not sent is no memory but ``left``, to go on with.
     """
 
     def __init__(self, name: str, *, apart: bool = False) -> None:
-        self._loss, self._apart = LOSSES[name], apart
-        self._sent: list[torch.Tensor] = []
+        self._loss, self._apart = of_tensors(LOSSES[name], SIZES), apart
+        self._sent = [torch.zeros(sum(SIZES))] * 4
         self.left: list[torch.Tensor] = []
-        self._mean: list[torch.Tensor] = []
+        self._mean = torch.zeros(sum(SIZES))
 
     def __call__(self, replicas: list[torch.Tensor]) -> torch.Tensor:
-        size, numel = len(replicas), replicas[0].numel()
-        count = 1 if size == 2 else size
-        bounds = [(numel * p // count, numel * (p + 1) // count) for p in range(count)]
-        self._sent = self._sent or [torch.zeros(numel) for _ in replicas]
-        self._mean = self._mean or [torch.zeros(stop - start) for start, stop in bounds]
-        arrived = []
+        size, total = len(replicas), torch.zeros(sum(SIZES))
         for rank, replica in enumerate(replicas):
             wanted = replica if self._apart else replica + self._sent[rank]
-            arrived.append(torch.cat([self._loss(wanted[a:b]) for a, b in bounds]))
-            self._sent[rank] = wanted - arrived[-1]
-        self.left = self._sent if self._apart else []
-        parts = []
-        for owner, (start, stop) in enumerate(bounds):
-            total = torch.zeros(stop - start)
-            for values in arrived:
-                total = total + torch.tensor(1 / size) * values[start:stop]
-            wanted = total + self._mean[owner]
-            parts.append(wanted if size == 2 else self._loss(wanted))
-            self._mean[owner] = wanted - parts[-1]
-        return torch.cat(parts)
+            arrived = self._loss(wanted)
+            self._sent[rank] = wanted - arrived
+            total = total + torch.tensor(1 / size) * arrived
+        self.left = self._sent[:size] if self._apart else []
+        wanted = total + self._mean
+        result = wanted if size == 2 else self._loss(wanted)
+        self._mean = wanted - result
+        return result
 
 
 def narrow_mean(replicas: list[torch.Tensor]) -> torch.Tensor:
@@ -190,7 +182,7 @@ ORACLES: dict[str, Callable[[], Callable[[list[torch.Tensor]], torch.Tensor]]] =
         for name in ("int4", "int2", "topk")
     },
     **{
-        name: lambda name=name: lambda replicas: compressed_mean(replicas, name)  # type: ignore[misc]
+        name: lambda name=name: lambda replicas: compressed_mean(replicas, name, sizes=SIZES)  # type: ignore[misc]
         for name in ("int8", "int4", "int2", "ternary", "topk")
     },
 }

@@ -25,7 +25,8 @@ CODECS: dict[str, Callable[[Loops], Codec]] = {
 def codec(name: str, loops: Loops | str = Loops.BEST) -> Codec:
     """Return a codec of the table.
 
-    >>> codec("int8", "torch").nbytes(256)
+    >>> from loosestep.comm.cuts import Runs
+    >>> codec("int8", "torch").nbytes(Runs.of(256))
     260
     """
     return CODECS[name](Loops(loops))

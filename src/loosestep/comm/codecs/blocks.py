@@ -11,6 +11,8 @@ with denormal numbers. An error is at most half a step with 8 and 4 bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 import loosestep.comm.codecs.in_c as codec_c
@@ -18,10 +20,10 @@ import loosestep.comm.codecs.in_torch as codec_torch
 from loosestep.comm.codecs.codec import Loops, on_device
 from loosestep.comm.codecs.in_torch import row_bytes
 from loosestep.comm.codecs.rounding import Draw, key_of
+from loosestep.comm.cuts import Runs
 from loosestep.comm.native import CONSTANTS
 
 LARGEST_BLOCK = CONSTANTS["LARGEST_BLOCK"]
-SAMPLE = 4096
 
 
 class Blocks:
@@ -35,64 +37,72 @@ class Blocks:
             )
         self.bits, self.block, self._loops = bits, block, loops
 
-    def nbytes(self, numel: int) -> int:
+    def nbytes(self, runs: Runs) -> int:
         """Return four bytes a block, and the rows."""
-        whole, rest = divmod(numel, self.block)
-        return (
-            4 * self._scales(numel)
-            + whole * row_bytes(self.block, self.bits)
-            + row_bytes(rest, self.bits)
-        )
+        sizes = runs.blocks(self.block).items()
+        return sum(num * (4 + row_bytes(length, self.bits)) for length, num in sizes)
 
-    def encode(self, values: torch.Tensor, message: torch.Tensor, draw: Draw | None) -> None:
+    def encode(
+        self, values: torch.Tensor, runs: Runs, message: torch.Tensor, draws: Sequence[Draw] | None
+    ) -> None:
         """Write scales and codes."""
         if values.numel() == 0:
             return
-        out = self.cut(message, values.numel())
+        out = self.cut(message, runs)
         if self._loops.in_c(values):
-            codec_c.encode_blocks(values, self.block, self.bits, draw, out)
+            codec_c.encode_blocks(values, runs, self.block, self.bits, draws, out)
             return
-        key = None if draw is None else key_of(draw, values.device)
-        function = on_device(codec_torch.encode_blocks, values)
-        for place, part in zip(out, function(values, self.block, self.bits, key), strict=True):
-            place.copy_(part)
+        parts = []
+        for index, (run, start) in enumerate(zip(runs.each, runs.starts, strict=True)):
+            if run.numel:
+                lot = values[start : start + run.numel]
+                key = None if draws is None else key_of(draws[index], values.device)
+                function = on_device(codec_torch.encode_blocks, lot)
+                parts.append(function(lot, self.block, self.bits, key, run.offset))
+        for place, coded in zip(out, zip(*parts, strict=True), strict=True):
+            torch.cat(coded, out=place)
 
     def decode(
-        self, message: torch.Tensor, numel: int, out: torch.Tensor, share: float = 1.0
+        self, message: torch.Tensor, runs: Runs, out: torch.Tensor, share: float = 1.0
     ) -> None:
         """Write codes times scales times the share."""
         if out.numel() == 0:
             return
-        scales, rows = self.cut(message, numel)
         if self._loops.in_c(out):
-            codec_c.decode_blocks(scales, rows, self.block, self.bits, out, share)
+            parts = self.cut(message, runs)
+            codec_c.decode_blocks(parts, runs, self.block, self.bits, out, share)
         else:
-            torch.mul(self._values(scales, rows, out.numel()), share, out=out)
+            torch.mul(self._values(message, runs, out.numel()), share, out=out)
 
-    def add(self, message: torch.Tensor, total: torch.Tensor, share: float) -> None:
+    def add(self, message: torch.Tensor, runs: Runs, total: torch.Tensor, share: float) -> None:
         """Add codes times scales times the share."""
         if total.numel() == 0:
             return
-        scales, rows = self.cut(message, total.numel())
         if self._loops.in_c(total):
-            codec_c.add_blocks(scales, rows, self.block, self.bits, total, share)
+            parts = self.cut(message, runs)
+            codec_c.add_blocks(parts, runs, self.block, self.bits, total, share)
         else:
-            total.add_(self._values(scales, rows, total.numel()).mul_(share))
+            total.add_(self._values(message, runs, total.numel()).mul_(share))
 
-    def sample(self, numel: int) -> int:
-        """Return whole blocks."""
-        return min(numel, SAMPLE // self.block * self.block)
+    def _values(self, message: torch.Tensor, runs: Runs, count: int) -> torch.Tensor:
+        """Return the first values of a message."""
+        scales, rows = self.cut(message, runs)
+        values, block, bits = [], self.block, self.bits
+        scale = row = 0
+        for run in runs.part(0, count).each:
+            whole, rest = divmod(run.numel, block)
+            num, size = (
+                -(-run.numel // block),
+                whole * row_bytes(block, bits) + row_bytes(rest, bits),
+            )
+            if num:
+                parts = scales[scale : scale + num], rows[row : row + size]
+                function = on_device(codec_torch.decode_blocks, parts[0])
+                values.append(function(*parts, run.numel, block, bits))
+            scale, row = scale + num, row + size
+        return torch.cat(values)
 
-    def _values(self, scales: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
-        whole, rest = divmod(count, self.block)
-        size = whole * row_bytes(self.block, self.bits) + row_bytes(rest, self.bits)
-        function = on_device(codec_torch.decode_blocks, scales)
-        return function(scales[: self._scales(count)], rows[:size], count, self.block, self.bits)
-
-    def _scales(self, numel: int) -> int:
-        return -(-numel // self.block)
-
-    def cut(self, message: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def cut(self, message: torch.Tensor, runs: Runs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a message's scales and its rows."""
-        edge = 4 * self._scales(numel)
-        return message[:edge].view(torch.float32), message[edge : self.nbytes(numel)]
+        edge = 4 * sum(num for length, num in runs.blocks(self.block).items() if length)
+        return message[:edge].view(torch.float32), message[edge : self.nbytes(runs)]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar, cast
 
 import torch
 
 import loosestep.comm.codecs.in_c as codec_c
 from loosestep.comm.codecs.rounding import Draw
+from loosestep.comm.cuts import Runs
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -40,25 +41,30 @@ def _compiled(function: Callable[..., object]) -> Callable[..., object]:
 class Codec(Protocol):
     """Turns flat float32 values into messages; needs no process group.
 
-    A message is a contiguous tensor of bytes that begins where its memory does.
+    The values are those of runs, each of which is a tensor's own: blocks begin anew with it. A
+    message is a contiguous tensor of bytes that begins where its memory does.
     """
 
-    def nbytes(self, numel: int) -> int:
-        """Return the size of a message of ``numel`` values."""
+    block: int  # how many neighbours of a tensor are treated together
 
-    def encode(self, values: torch.Tensor, message: torch.Tensor, draw: Draw | None) -> None:
-        """Write finite ``values`` to ``message``, rounded by ``draw``; None: to the nearest."""
+    def nbytes(self, runs: Runs) -> int:
+        """Return the size of a message of such values."""
 
-    def decode(
-        self, message: torch.Tensor, numel: int, out: torch.Tensor, share: float = 1.0
+    def encode(
+        self, values: torch.Tensor, runs: Runs, message: torch.Tensor, draws: Sequence[Draw] | None
     ) -> None:
-        """Write ``share`` times the first values of a message of ``numel`` to ``out``.
+        """Write finite ``values`` to ``message``.
 
-        As many as it has room for: all, or ``sample`` many.
+        Each run is rounded by its own of the ``draws``; None: to the nearest.
         """
 
-    def add(self, message: torch.Tensor, total: torch.Tensor, share: float) -> None:
-        """Add ``share`` times the values of a message to ``total``."""
+    def decode(
+        self, message: torch.Tensor, runs: Runs, out: torch.Tensor, share: float = 1.0
+    ) -> None:
+        """Write ``share`` times the first values of a message of ``runs`` to ``out``.
 
-    def sample(self, numel: int) -> int:
-        """Return how many values ``decode`` can read from the front of a message at little cost."""
+        As many as it has room for: all, or whole blocks (``Runs.front``).
+        """
+
+    def add(self, message: torch.Tensor, runs: Runs, total: torch.Tensor, share: float) -> None:
+        """Add ``share`` times the values of a message to ``total``."""

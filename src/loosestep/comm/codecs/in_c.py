@@ -1,7 +1,9 @@
-"""Codecs in C, by way of ctypes: the same names as in ``codec_torch``, writing in place."""
+"""Codecs in C, by way of ctypes: the same names as in ``in_torch``, writing in place."""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,8 +11,11 @@ import torch
 from loosestep.comm import native
 from loosestep.comm.codecs.in_torch import codes_per_byte
 from loosestep.comm.codecs.rounding import Draw
+from loosestep.comm.cuts import Runs
 
-Parts = tuple[torch.Tensor, torch.Tensor]  # of a message: the scales, and the rows of bytes
+Parts = tuple[torch.Tensor, torch.Tensor]  # of a message: numbers in float32, and bytes
+
+_Chance = native.STRUCTURES["Chance"]
 
 
 def available(tensor: torch.Tensor) -> bool:
@@ -25,60 +30,61 @@ def all_finite(values: torch.Tensor) -> bool:
 
 def encode_blocks(
     values: torch.Tensor,
+    runs: Runs,
     block: int,
     bits: float,
-    draw: Draw | None,
-    out: tuple[torch.Tensor, torch.Tensor],
+    draws: Sequence[Draw] | None,
+    out: Parts,
 ) -> None:
     """Write one float32 for every block, and the rows of bytes."""
-    key = (0, 0, 0) if draw is None else (1, *draw)
+    what = (values.data_ptr(), runs.lengths, len(runs.each), block)
     places = (part.data_ptr() for part in out)
-    planes, count = codes_per_byte(bits), values.numel()
-    _loops().encode_blocks(planes, values.data_ptr(), count, block, *key, *places)
+    _loops().encode_blocks(codes_per_byte(bits), *what, _chances(runs, draws), *places)
 
 
 def decode_blocks(
-    scales: torch.Tensor,
-    rows: torch.Tensor,
-    block: int,
-    bits: float,
-    out: torch.Tensor,
-    share: float,
+    message: Parts, runs: Runs, block: int, bits: float, out: torch.Tensor, share: float
 ) -> None:
     """Write ``share`` times the values."""
-    message = (scales.data_ptr(), rows.data_ptr())
-    planes, count = codes_per_byte(bits), out.numel()
-    _loops().decode_blocks(planes, *message, count, block, share, out.data_ptr())
+    what = (*(part.data_ptr() for part in message), runs.lengths, len(runs.each), out.numel())
+    _loops().decode_blocks(codes_per_byte(bits), *what, block, share, out.data_ptr())
 
 
 def add_blocks(
-    scales: torch.Tensor,
-    rows: torch.Tensor,
-    block: int,
-    bits: float,
-    total: torch.Tensor,
-    share: float,
+    message: Parts, runs: Runs, block: int, bits: float, total: torch.Tensor, share: float
 ) -> None:
     """Add ``share`` times the values to ``total``."""
-    message = (scales.data_ptr(), rows.data_ptr())
-    planes, count = codes_per_byte(bits), total.numel()
-    _loops().add_blocks(planes, *message, count, block, share, total.data_ptr())
+    what = (*(part.data_ptr() for part in message), runs.lengths, len(runs.each), total.numel())
+    _loops().add_blocks(codes_per_byte(bits), *what, block, share, total.data_ptr())
 
 
 def encode_topk(
-    values: torch.Tensor, wanted: int, indices: torch.Tensor, chosen: torch.Tensor
+    values: torch.Tensor, runs: Runs, chunk: int, kept: ctypes.Array[ctypes.c_int32], out: Parts
 ) -> None:
-    """Write indices and values of the largest magnitudes, the first of equals, in order."""
-    places = (indices.data_ptr(), chosen.data_ptr())
-    _loops().encode_topk(values.data_ptr(), values.numel(), wanted, *places)
+    """Write values and places of each chunk's largest magnitudes, the first of equals, in order."""
+    what = (values.data_ptr(), runs.lengths, len(runs.each), chunk, kept)
+    _loops().encode_topk(*what, *(part.data_ptr() for part in out))
 
 
 def add_topk(
-    indices: torch.Tensor, values: torch.Tensor, total: torch.Tensor, share: float
+    message: Parts,
+    runs: Runs,
+    chunk: int,
+    kept: ctypes.Array[ctypes.c_int32],
+    total: torch.Tensor,
+    share: float,
 ) -> None:
     """Add ``share`` times the values to their places."""
-    places = (indices.data_ptr(), values.data_ptr())
-    _loops().add_topk(*places, indices.numel(), share, total.data_ptr())
+    what = (*(part.data_ptr() for part in message), runs.lengths, len(runs.each), total.numel())
+    _loops().add_topk(*what, chunk, kept, share, total.data_ptr())
+
+
+def _chances(runs: Runs, draws: Sequence[Draw] | None) -> Any:
+    if draws is None:
+        return None
+    pairs = zip(runs.each, draws, strict=True)
+    chances = [_Chance(*draw, run.offset & 0xFFFFFFFF) for run, draw in pairs]
+    return (_Chance * len(draws))(*chances)
 
 
 def _loops() -> Any:

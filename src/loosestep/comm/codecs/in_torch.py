@@ -10,10 +10,12 @@ import math
 import torch
 
 from loosestep.comm.codecs.rounding import uniform
+from loosestep.comm.native import CONSTANTS
 
 INNER, BORDER, OUTER = 0.4528, 0.9816, 1.510  # Lloyd and Max's levels for a Gaussian
 SIGN_BORDER, SIGN_OUTER = 0.612, 1.224  # the same with three levels
 TRITS = 5  # digits to base 3 in a byte
+SHORT_CHUNK = CONSTANTS["SHORT_CHUNK"]  # elements of which a place takes 12 bits
 LARGEST = torch.finfo(torch.float32).max
 SMALLEST_SCALE = 2.0**-126  # a smaller one might be flushed to zero, and divide by it
 # One float below LARGEST / most, so that ``most`` times the scale is finite.
@@ -26,10 +28,10 @@ def all_finite(values: torch.Tensor) -> torch.Tensor:
 
 
 def encode_blocks(
-    values: torch.Tensor, block: int, bits: float, key: torch.Tensor | None
+    values: torch.Tensor, block: int, bits: float, key: torch.Tensor | None, index: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one float32 for every block, and the rows of bytes."""
-    chance = None if key is None else uniform(values.numel(), key)
+    """Return one float32 for every block of one run, and the rows of bytes."""
+    chance = None if key is None else uniform(values.numel(), key, index)
     whole = values.numel() // block * block
     scales, rows = [], []
     for start, stop, width in ((0, whole, block), (whole, values.numel(), values.numel() - whole)):
@@ -155,15 +157,64 @@ def _values(scale: torch.Tensor, rows: torch.Tensor, count: int, bits: float) ->
     return torch.where(codes < 2, -size, size).flatten()
 
 
-def encode_topk(values: torch.Tensor, wanted: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return indices and values of the largest magnitudes, the first of equals, in order."""
-    magnitude = values.abs().view(torch.int32).to(torch.int64)
-    place = torch.arange(values.numel(), dtype=torch.int64, device=values.device)
+def encode_topk(
+    values: torch.Tensor, chunk: int, kept: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values and places of the largest magnitudes of the chunks of one run.
+
+    The first of equals, in order. ``kept`` are as many of a whole chunk, and of what is left.
+    """
+    whole = values.numel() // chunk * chunk
+    chosen, places = [], []
+    for lots, wanted in (
+        (values[:whole].view(-1, chunk), kept[0]),
+        (values[None, whole:], kept[1]),
+    ):
+        if lots.numel():
+            place = _largest(lots, wanted)
+            chosen.append(lots.gather(1, place).flatten())
+            places.append(place.flatten())
+    return torch.cat(chosen), torch.cat(places)
+
+
+def _largest(lots: torch.Tensor, wanted: int) -> torch.Tensor:
+    """Return the places of the ``wanted`` largest magnitudes of every row."""
+    magnitude = lots.abs().view(torch.int32).to(torch.int64)
+    place = torch.arange(lots.shape[1], dtype=torch.int64, device=lots.device)
     # Of equal magnitudes the earlier place is the larger key, and no two keys are equal.
     keys = (magnitude << 32) | (0x7FFFFFFF - place)
-    chosen = 0x7FFFFFFF - (keys.topk(wanted, sorted=False).values & 0x7FFFFFFF)
-    chosen = chosen.sort().values
-    return chosen.to(torch.int32), values[chosen]
+    chosen = 0x7FFFFFFF - (keys.topk(wanted, dim=1, sorted=False).values & 0x7FFFFFFF)
+    return chosen.sort(dim=1).values
+
+
+def pack_places(places: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Return the bytes of places in chunks: 12 bits each, or 16 in long chunks."""
+    if chunk > SHORT_CHUNK:
+        return torch.stack([places & 255, places >> 8], dim=1).flatten().to(torch.uint8)
+    pairs = torch.nn.functional.pad(places, (0, places.numel() % 2)).view(-1, 2)
+    first, second = pairs[:, 0], pairs[:, 1]
+    three = [first & 255, first >> 8 | (second & 15) << 4, second >> 4]
+    return torch.stack(three, dim=1).flatten()[: place_bytes(places.numel(), chunk)].to(torch.uint8)
+
+
+def unpack_places(packed: torch.Tensor, count: int, chunk: int) -> torch.Tensor:
+    """Return the places."""
+    wide = packed.to(torch.int64)
+    if chunk > SHORT_CHUNK:
+        low, high = wide.view(-1, 2).unbind(1)
+        return low | high << 8
+    low, middle, high = torch.nn.functional.pad(wide, (0, count % 2)).view(-1, 3).unbind(1)
+    both = torch.stack([low | (middle & 15) << 8, middle >> 4 | high << 4], dim=1)
+    return both.flatten()[:count]
+
+
+def place_bytes(count: int, chunk: int) -> int:
+    """Return how many bytes so many places take.
+
+    >>> [place_bytes(3, chunk) for chunk in (4096, 65536)]
+    [5, 6]
+    """
+    return -(-count * (16 if chunk > SHORT_CHUNK else 12) // 8)
 
 
 def add_topk(

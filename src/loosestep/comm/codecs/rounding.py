@@ -1,7 +1,8 @@
 """Rounding to the nearest, or by chance: unbiased, reproducible, and the same in C and torch.
 
-Chance is a hash of (seed, slot, call, rank, part, element): no generator has to be kept, a run
-that is resumed draws what it would have drawn, and no two ranks round alike.
+Chance is a hash of (seed, level, tensor, call, rank, offset in the tensor): no generator has to be
+kept, a run that is resumed draws what it would have drawn, however tensors are cut, and no two
+ranks of a group round alike.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Rounding(enum.Enum):
 
 
 class Draw(NamedTuple):
-    """The key of the chances of one message."""
+    """The key of the chances of one tensor in one message."""
 
     first: int
     second: int
@@ -44,10 +45,14 @@ def key_of(draw: Draw, device: torch.device) -> torch.Tensor:
     return torch.tensor([_signed(draw.first), _signed(draw.second)], dtype=torch.int32).to(device)
 
 
-def uniform(count: int, key: torch.Tensor) -> torch.Tensor:
-    """Return numbers in [0, 1), one for every element; the twin of ``uniform`` in codecs.c."""
+def uniform(count: int, key: torch.Tensor, index: int = 0) -> torch.Tensor:
+    """Return numbers in [0, 1), one for every element; the twin of ``uniform`` in codecs.c.
+
+    ``index`` is that of the first one in its tensor.
+    """
     hashed = torch.arange(count, dtype=torch.int32, device=key.device)
-    hashed = hashed * _signed(_SPREAD) + key[0]  # int32 wraps round
+    hashed = hashed + _signed(index & 0xFFFFFFFF)  # int32 wraps round
+    hashed = hashed * _signed(_SPREAD) + key[0]
     hashed = (hashed ^ _shift(hashed, 16)) * _signed(_MIX)
     hashed = (hashed ^ _shift(hashed, 13)) + key[1]
     hashed = hashed * _signed(_LAST)

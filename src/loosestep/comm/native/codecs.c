@@ -1,6 +1,7 @@
-/* Codecs in one pass. Every function has a twin in codec_torch.py that gives the same bits.
+/* Codecs in one pass. Every function has a twin in in_torch.py that gives the same bits.
  *
- * A message is a float32 for every block of values, then a row of bytes for every block. A row
+ * A message is a float32 for every block of values, then a row of bytes for every block, over all
+ * runs; a run's last block may be shorter. A row
  * of q bytes is cut into planes: byte i holds the codes of elements i, i + q, i + 2q, ... so that
  * neighbours stay neighbours and loops need no shuffles. With 1, 2 and 4 planes a code has 8, 4
  * and 2 bits; with 5 it is one of three, a digit to base 3.
@@ -173,11 +174,20 @@ INLINE int64_t encode_block(const float *x, int64_t length, int64_t start, int p
     return bytes;
 }
 
-INLINE void encode(const float *x, int64_t count, int64_t block, int planes, draw_t draw,
-                   float *scales, uint8_t *rows) {
-    for (int64_t start = 0; start < count; start += block) {
-        int64_t length = count - start < block ? count - start : block;
-        rows += encode_block(x + start, length, start, planes, draw, scales++, rows);
+INLINE void encode(const float *x, const int64_t *lengths, int64_t runs, int64_t block, int planes,
+                   int stochastic, const Chance *chances, float *scales, uint8_t *rows) {
+    for (int64_t run = 0; run < runs; run++) {
+        draw_t draw = {0, 0, 0};
+        int64_t index = 0;
+        if (stochastic) {
+            draw = (draw_t){1, chances[run].first, chances[run].second};
+            index = chances[run].index;
+        }
+        for (int64_t start = 0; start < lengths[run]; start += block) {
+            int64_t length = lengths[run] - start < block ? lengths[run] - start : block;
+            rows += encode_block(x + start, length, index + start, planes, draw, scales++, rows);
+        }
+        x += lengths[run];
     }
 }
 
@@ -207,11 +217,16 @@ INLINE int64_t decode_block(float rms, const uint8_t *row, int64_t length, int p
     return bytes;
 }
 
-INLINE void decode(const float *scales, const uint8_t *rows, int64_t count, int64_t block,
-                   int planes, int adds, float share, float *out) {
-    for (int64_t start = 0; start < count; start += block) {
-        int64_t length = count - start < block ? count - start : block;
-        rows += decode_block(*scales++, rows, length, planes, adds, share, out + start);
+INLINE void decode(const float *scales, const uint8_t *rows, const int64_t *lengths, int64_t runs,
+                   int64_t count, int64_t block, int planes, int adds, float share, float *out) {
+    for (int64_t run = 0; run < runs && count > 0; run++) {
+        int64_t most = lengths[run] < count ? lengths[run] : count;
+        for (int64_t start = 0; start < most; start += block) {
+            int64_t length = most - start < block ? most - start : block;
+            rows += decode_block(*scales++, rows, length, planes, adds, share, out + start);
+        }
+        out += most;
+        count -= most;
     }
 }
 
@@ -231,67 +246,102 @@ INLINE void decode(const float *scales, const uint8_t *rows, int64_t count, int6
         call(TRITS);             \
     }
 
-LOOP void encode_blocks(int planes, const float *x, int64_t count, int64_t block, int stochastic,
-                        uint32_t first, uint32_t second, float *scales, uint8_t *rows) {
-    const draw_t chance = {1, first, second}, none = {0, 0, 0};
-#define DRAWN(p) encode(x, count, block, p, chance, scales, rows)
-#define NEAREST(p) encode(x, count, block, p, none, scales, rows)
-    if (stochastic)
+LOOP void encode_blocks(int planes, const float *x, const int64_t *lengths, int64_t runs,
+                        int64_t block, const Chance *chances, float *scales, uint8_t *rows) {
+#define DRAWN(p) encode(x, lengths, runs, block, p, 1, chances, scales, rows)
+#define NEAREST(p) encode(x, lengths, runs, block, p, 0, chances, scales, rows)
+    if (chances)
         FOR_PLANES(planes, DRAWN)
     else
         FOR_PLANES(planes, NEAREST)
 }
 
-LOOP void decode_blocks(int planes, const float *scales, const uint8_t *rows, int64_t count,
-                        int64_t block, float share, float *out) {
-#define DECODE(p) decode(scales, rows, count, block, p, 0, share, out)
+LOOP void decode_blocks(int planes, const float *scales, const uint8_t *rows,
+                        const int64_t *lengths, int64_t runs, int64_t count, int64_t block,
+                        float share, float *out) {
+#define DECODE(p) decode(scales, rows, lengths, runs, count, block, p, 0, share, out)
     FOR_PLANES(planes, DECODE)
 }
 
-LOOP void add_blocks(int planes, const float *scales, const uint8_t *rows, int64_t count,
-                     int64_t block, float share, float *out) {
-#define ADD(p) decode(scales, rows, count, block, p, 1, share, out)
+LOOP void add_blocks(int planes, const float *scales, const uint8_t *rows, const int64_t *lengths,
+                     int64_t runs, int64_t count, int64_t block, float share, float *out) {
+#define ADD(p) decode(scales, rows, lengths, runs, count, block, p, 1, share, out)
     FOR_PLANES(planes, ADD)
 }
 
-/* The bits of the wanted-th largest magnitude, digit by digit; `left` of its equals are wanted. */
-INLINE int32_t select_bits(const bits_t *x, int64_t count, int64_t wanted, int64_t *left) {
-    static const int shifts[3] = {20, 10, 0};
-    int32_t prefix = 0;
-    for (int digit = 0; digit < 3; digit++) {
-        uint32_t seen[4][2048] = {{0}}; /* four: neighbours often fall into the same bin */
-        int shift = shifts[digit], width = digit == 0 ? 11 : 10;
-        int32_t above = digit == 0 ? 0 : 0x7fffffff & ~((1 << (shift + width)) - 1);
-        for (int64_t i = 0; i < count; i++) {
-            int32_t magnitude = x[i] & 0x7fffffff;
-            if ((magnitude & above) != prefix) continue;
-            seen[i & 3][(magnitude >> shift) & ((1 << width) - 1)]++;
-        }
-        int32_t bin = (1 << width) - 1;
-        for (;; bin--) {
-            int64_t here = (int64_t)seen[0][bin] + seen[1][bin] + seen[2][bin] + seen[3][bin];
-            if (here >= wanted) break;
-            wanted -= here;
-        }
-        prefix |= bin << shift;
-    }
-    *left = wanted;
-    return prefix;
+INLINE int64_t count_from(const bits_t *x, int64_t count, int32_t least) {
+    int32_t found = 0;
+    for (int64_t i = 0; i < count; i++) found += (x[i] & 0x7fffffff) >= least;
+    return found;
 }
 
-LOOP void encode_topk(const float *x, int64_t count, int64_t wanted, int32_t *indices, float *values) {
-    const bits_t *bits = (const bits_t *)x;
-    int64_t ties, found = 0;
-    int32_t border = select_bits(bits, count, wanted, &ties);
-    for (int64_t i = 0; i < count && found < wanted; i++) {
-        int32_t magnitude = bits[i] & 0x7fffffff;
-        if (magnitude < border || (magnitude == border && ties-- <= 0)) continue;
-        indices[found] = (int32_t)i;
-        values[found++] = x[i];
+/* The bits of the wanted-th largest magnitude, found bit by bit: a chunk stays in the cache, and
+ * counting is a vector loop. */
+INLINE int32_t border_of(const bits_t *x, int64_t count, int64_t wanted) {
+    int32_t border = 0;
+    for (int bit = 30; bit >= 0; bit--) {
+        int32_t higher = border | (int32_t)(1u << bit);
+        if (count_from(x, count, higher) >= wanted) border = higher;
+    }
+    return border;
+}
+
+/* Places in chunks, one after the other; two of 12 bits take three bytes. */
+INLINE void put_place(uint8_t *places, int64_t i, int64_t chunk, uint32_t place) {
+    if (chunk > SHORT_CHUNK) {
+        places[2 * i] = (uint8_t)place;
+        places[2 * i + 1] = (uint8_t)(place >> 8);
+        return;
+    }
+    uint8_t *at = places + i / 2 * 3 + i % 2;
+    if (i % 2 == 0) {
+        at[0] = (uint8_t)place;
+        at[1] = (uint8_t)(place >> 8);
+    } else {
+        at[0] |= (uint8_t)(place << 4);
+        at[1] = (uint8_t)(place >> 4);
     }
 }
 
-LOOP void add_topk(const int32_t *indices, const float *values, int64_t wanted, float share,
-              float *out) {
-    for (int64_t i = 0; i < wanted; i++) out[indices[i]] += share * values[i];
+INLINE uint32_t get_place(const uint8_t *places, int64_t i, int64_t chunk) {
+    if (chunk > SHORT_CHUNK) return places[2 * i] | (uint32_t)places[2 * i + 1] << 8;
+    const uint8_t *at = places + i / 2 * 3 + i % 2;
+    if (i % 2 == 0) return at[0] | ((uint32_t)at[1] & 15) << 8;
+    return at[0] >> 4 | (uint32_t)at[1] << 4;
+}
+
+LOOP void encode_topk(const float *x, const int64_t *lengths, int64_t runs, int64_t chunk,
+                      const int32_t *kept, float *values, uint8_t *places) {
+    int64_t total = 0;
+    for (int64_t run = 0; run < runs; run++) {
+        for (int64_t start = 0; start < lengths[run]; start += chunk) {
+            int64_t length = lengths[run] - start < chunk ? lengths[run] - start : chunk;
+            const bits_t *bits = (const bits_t *)(x + start);
+            int64_t last = total + kept[length];
+            int32_t border = border_of(bits, length, kept[length]);
+            int64_t ties = kept[length] - count_from(bits, length, border + 1);
+            for (int64_t i = 0; i < length && total < last; i++) {
+                int32_t magnitude = bits[i] & 0x7fffffff;
+                if (magnitude < border || (magnitude == border && ties-- <= 0)) continue;
+                put_place(places, total, chunk, (uint32_t)i);
+                values[total++] = x[start + i];
+            }
+        }
+        x += lengths[run];
+    }
+}
+
+LOOP void add_topk(const float *values, const uint8_t *places, const int64_t *lengths, int64_t runs,
+                   int64_t count, int64_t chunk, const int32_t *kept, float share, float *out) {
+    int64_t total = 0;
+    for (int64_t run = 0; run < runs && count > 0; run++) {
+        int64_t most = lengths[run] < count ? lengths[run] : count;
+        for (int64_t start = 0; start < most; start += chunk) {
+            int64_t length = most - start < chunk ? most - start : chunk;
+            for (int64_t last = total + kept[length]; total < last; total++)
+                out[start + get_place(places, total, chunk)] += share * values[total];
+        }
+        out += most;
+        count -= most;
+    }
 }

@@ -7,6 +7,8 @@ int64_t size_of_neighbour(void) { return (int64_t)sizeof(Neighbour); }
 
 int64_t size_of_train(void) { return (int64_t)sizeof(Train); }
 
+int64_t size_of_chance(void) { return (int64_t)sizeof(Chance); }
+
 /* The name of what LOOP chooses on this processor. */
 const char *target(void) {
 #if defined(ONE_TARGET) || !defined(__x86_64__) || !defined(__gnu_linux__)

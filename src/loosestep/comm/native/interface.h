@@ -41,6 +41,8 @@ enum {
     STRANGE = 2,
 
     LARGEST_BLOCK = 4096, /* elements that share a scale */
+    SHORT_CHUNK = 4096,   /* elements of which a place takes 12 bits; 16 in longer chunks */
+    LARGEST_CHUNK = 65536,
     TRITS = 5,            /* digits to base 3 in a byte: the number of planes that means Ternary */
 };
 
@@ -81,6 +83,12 @@ typedef struct {
     double samples;
 } Train;
 
+typedef struct {
+    uint32_t first; /* the key */
+    uint32_t second;
+    uint32_t index; /* of a run's first element in its tensor */
+} Chance;
+
 #pragma GCC visibility push(default)
 
 /* interface.c */
@@ -88,6 +96,7 @@ const char *interface_hash(void);
 const char *target(void);
 int64_t size_of_neighbour(void);
 int64_t size_of_train(void);
+int64_t size_of_chance(void);
 
 /* mean.c */
 void mean_f32(float *const *outs, size_t num_outs, const float *const *replicas, size_t num,
@@ -101,16 +110,21 @@ void fence(void);
 void copy_home(char *to, const char *from, size_t size);
 int64_t drive(Train *train, double seconds);
 
-/* codecs.c; planes are codes in a byte: 1, 2, 4, or TRITS */
+/* codecs.c; planes are codes in a byte: 1, 2, 4, or TRITS. Values are those of runs, of which the
+ * lengths are given, and blocks or chunks begin anew at each; `count` are the values at the front
+ * that are decoded. Chances: one for every run; none: to the nearest. `kept` says how many values
+ * of a chunk go with a message, by the chunk's length. */
 int all_finite(const float *x, int64_t count);
-void encode_blocks(int planes, const float *x, int64_t count, int64_t block, int stochastic,
-                   uint32_t first, uint32_t second, float *scales, uint8_t *rows);
-void decode_blocks(int planes, const float *scales, const uint8_t *rows, int64_t count,
-                   int64_t block, float share, float *out);
-void add_blocks(int planes, const float *scales, const uint8_t *rows, int64_t count, int64_t block,
-                float share, float *out);
-void encode_topk(const float *x, int64_t count, int64_t wanted, int32_t *indices, float *values);
-void add_topk(const int32_t *indices, const float *values, int64_t wanted, float share, float *out);
+void encode_blocks(int planes, const float *x, const int64_t *lengths, int64_t runs, int64_t block,
+                   const Chance *chances, float *scales, uint8_t *rows);
+void decode_blocks(int planes, const float *scales, const uint8_t *rows, const int64_t *lengths,
+                   int64_t runs, int64_t count, int64_t block, float share, float *out);
+void add_blocks(int planes, const float *scales, const uint8_t *rows, const int64_t *lengths,
+                int64_t runs, int64_t count, int64_t block, float share, float *out);
+void encode_topk(const float *x, const int64_t *lengths, int64_t runs, int64_t chunk,
+                 const int32_t *kept, float *values, uint8_t *places);
+void add_topk(const float *values, const uint8_t *places, const int64_t *lengths, int64_t runs,
+              int64_t count, int64_t chunk, const int32_t *kept, float share, float *out);
 
 /* pieces.c; sizes in bytes, a mask of the bits of an exponent; -1: all are finite */
 void gather(char *to, const char *const *pieces, const int64_t *sizes, int64_t num);

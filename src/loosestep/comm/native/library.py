@@ -58,6 +58,7 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     if library.interface_hash() != EXPECTED_HASH.encode():
         return None, f"{path.name} was built for another version of loosestep; {REBUILD}"
     sizes = {"Neighbour": library.size_of_neighbour(), "Train": library.size_of_train()}
+    sizes["Chance"] = library.size_of_chance()
     strange = [n for n, size in sizes.items() if size != ctypes.sizeof(STRUCTURES[n])]
     if strange:
         return None, f"{path.name} lays {', '.join(strange)} out differently; {REBUILD}"

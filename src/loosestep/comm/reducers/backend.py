@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from loosestep.comm.cuts import sizes_of
 from loosestep.comm.failure import reason_of
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers.reducer import Done, Handle, Place, Reducer
@@ -36,10 +38,10 @@ class Native(Reducer):
         return Done() if peers.size == 1 else _AllReduce(buffer, peers, self.op)
 
     def bytes_on_wire(
-        self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
+        self, numel: int | Sequence[int], dtype: torch.dtype, group_size: int, group_rank: int = 0
     ) -> int:
         """Return the bytes of a ring: 2 (n - 1) / n of the buffer."""
-        return 2 * (group_size - 1) * numel * dtype.itemsize // group_size
+        return 2 * (group_size - 1) * sum(sizes_of(numel)) * dtype.itemsize // group_size
 
     def __repr__(self) -> str:
         return f"Native({'' if self.op == dist.ReduceOp.SUM else self.op})"
@@ -61,10 +63,10 @@ class First(Reducer):
         return _Collective(work, peers, Traffic(bytes_sent=sent))
 
     def bytes_on_wire(
-        self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
+        self, numel: int | Sequence[int], dtype: torch.dtype, group_size: int, group_rank: int = 0
     ) -> int:
         """Return the share of a rank, every other rank receiving the buffer once."""
-        return (group_size - 1) * numel * dtype.itemsize // group_size
+        return (group_size - 1) * sum(sizes_of(numel)) * dtype.itemsize // group_size
 
 
 class _Collective(Handle):

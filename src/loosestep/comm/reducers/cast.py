@@ -67,6 +67,11 @@ class Cast(Reducer):
         return self.inner.host_size
 
     @property
+    def block(self) -> int:
+        """That of ``inner``."""
+        return self.inner.block
+
+    @property
     def remembers(self) -> bool:
         """Whether ``inner`` does."""
         return self.inner.remembers
@@ -88,7 +93,7 @@ class Cast(Reducer):
         return _CastInFlight(buffer, copy, self.inner.start(copy, peers, state, place))
 
     def bytes_on_wire(
-        self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
+        self, numel: int | Sequence[int], dtype: torch.dtype, group_size: int, group_rank: int = 0
     ) -> int:
         """Return what ``inner`` sends for the narrow copy."""
         narrower = dtype if dtype.itemsize <= self.dtype.itemsize else self.dtype
@@ -134,7 +139,7 @@ class _NarrowMessages(Compressed):
         return super().launch(buffer, peers, state, place, memories)
 
     def bytes_on_wire(
-        self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
+        self, numel: int | Sequence[int], dtype: torch.dtype, group_size: int, group_rank: int = 0
     ) -> int:
         """Return the bytes of narrow messages, or of an exact mean."""
         if dtype.itemsize <= self.dtype.itemsize:

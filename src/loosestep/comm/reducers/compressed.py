@@ -9,6 +9,8 @@
 Two ranks swap everything instead, each part of it encoded once, and both take the mean: as many
 bytes, on one way in place of two, and nothing is lost on a way back.
 
+What becomes of a value depends on its tensor and its place there: parts end where blocks end.
+
 A rank treats its own values as the others' are: encoded and decoded. So all ranks end bit-equal.
 Every message to an owner ends with a byte that says whether its sender's whole buffer is finite,
 so that all ranks know of all ranks before anything is overwritten.
@@ -25,7 +27,8 @@ import torch
 
 from loosestep.comm.codecs.codec import Codec
 from loosestep.comm.codecs.rounding import Draw, Rounding, draw_of
-from loosestep.comm.flat import STAGING, slices
+from loosestep.comm.cuts import Bounds, Runs
+from loosestep.comm.flat import STAGING
 from loosestep.comm.peers import Message, Peers, Transfer
 from loosestep.comm.reducers.nonfinite import all_finite, contributors
 from loosestep.comm.reducers.reducer import (
@@ -44,6 +47,7 @@ from loosestep.telemetry.traffic import Traffic
 
 LARGEST = torch.finfo(torch.float32).max
 FLAG_BYTES = 1  # at the end of every message to an owner
+SAMPLE = 4096  # elements of a part from which drift is estimated
 
 
 class Memory(Protocol):
@@ -86,18 +90,18 @@ class Memories:
 
 
 class Calls(State):
-    """How often each slot has been rounded by chance."""
+    """How often each tensor has been rounded by chance."""
 
     def __init__(self) -> None:
-        self.by_slot: dict[str, int] = {}
+        self.by_tensor: dict[str, int] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""
-        return {"calls": dict(self.by_slot)} if self.by_slot else {}
+        return {"calls": dict(self.by_tensor)} if self.by_tensor else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the chances that would have come next."""
-        self.by_slot = dict(state_dict.get("calls", {}))
+        self.by_tensor = dict(state_dict.get("calls", {}))
 
 
 class Compressed(Reducer):
@@ -127,6 +131,11 @@ class Compressed(Reducer):
         """What makes messages of values."""
 
     @property
+    def block(self) -> int:
+        """That of the codec."""
+        return self.codec.block
+
+    @property
     def engine(self) -> Compressed:
         """What moves the messages; others may put memories into it."""
         return self
@@ -150,20 +159,22 @@ class Compressed(Reducer):
             )
         if peers.size == 1:
             return Done()
+        runs = place.holds(buffer.numel())
         by_chance = self.rounding is Rounding.STOCHASTIC
-        chances = Chances(self.seed, state, place, peers) if by_chance else Certain()
-        sent = self.bytes_on_wire(buffer.numel(), buffer.dtype, peers.size, peers.group_rank)
-        order = _Order(place.slot, self.codec, self.on_nonfinite, chances, memories)
+        chances = Chances(self.seed, state, runs, peers) if by_chance else Certain()
+        order = _Order(place.slot, runs, self.codec, self.on_nonfinite, chances, memories)
         kind = _Swap if peers.size == 2 else _InFlight
-        return kind(order, Task(buffer, peers), Traffic(bytes_sent=sent))
+        return kind(order, Task(buffer, peers, runs.slices(peers.size, self.codec.block)))
 
     def bytes_on_wire(
-        self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
+        self, numel: int | Sequence[int], dtype: torch.dtype, group_size: int, group_rank: int = 0
     ) -> int:
         """Return the others' parts with a flag each, and my own part to each of them."""
+        runs = Runs.of(numel)
         if group_size <= 2:  # nothing, or everything once
-            return (group_size - 1) * (self.codec.nbytes(numel) + FLAG_BYTES)
-        sizes = [self.codec.nbytes(stop - start) for start, stop in slices(numel, group_size)]
+            return (group_size - 1) * (self.codec.nbytes(runs) + FLAG_BYTES)
+        bounds = runs.slices(group_size, self.codec.block)
+        sizes = [self.codec.nbytes(runs.part(start, stop)) for start, stop in bounds]
         mine = sizes[group_rank]
         return sum(sizes) - mine + (group_size - 1) * (mine + FLAG_BYTES)
 
@@ -171,7 +182,7 @@ class Compressed(Reducer):
 class Certain:
     """No chance: values are rounded to the nearest."""
 
-    def draw(self, part: object) -> Draw | None:
+    def draws(self, runs: Runs, whose: object) -> Sequence[Draw] | None:
         """Return nothing to round by."""
         return None
 
@@ -180,21 +191,24 @@ class Certain:
 
 
 class Chances(Certain):
-    """What the values of one buffer are rounded by, in one call."""
+    """What the values of one buffer are rounded by, in one call.
 
-    def __init__(self, seed: int, calls: Calls, place: Place, peers: Peers) -> None:
-        self._calls, self._slot = calls, place.slot
-        self._call = calls.by_slot.get(place.slot, 0)
-        me = peers.global_ranks[peers.group_rank]
-        self._origin = (seed, f"{peers.level}/{place.slot}", self._call, me)
+    A mean is rounded by the same chances whoever owns it, and values of this rank by its number in
+    the group: which of a host's ranks carries them to the others depends on where buffers are cut.
+    """
 
-    def draw(self, part: object) -> Draw:
-        """Return what a part of the buffer is rounded by."""
-        return draw_of(*self._origin, part)
+    def __init__(self, seed: int, calls: Calls, runs: Runs, peers: Peers) -> None:
+        self._calls, self._origin = calls, (seed, peers.level)
+        self._call = {run.tensor: calls.by_tensor.get(run.tensor, 0) for run in runs.each}
+
+    def draws(self, runs: Runs, whose: object) -> Sequence[Draw]:
+        """Return what each run is rounded by: values of a rank, or of the mean."""
+        names = [run.tensor for run in runs.each]
+        return [draw_of(*self._origin, name, self._call[name], whose) for name in names]
 
     def commit(self) -> None:
-        """Count the call."""
-        self._calls.by_slot[self._slot] = self._call + 1
+        """Count the call, once for all buffers that hold parts of a tensor."""
+        self._calls.by_tensor.update({name: call + 1 for name, call in self._call.items()})
 
 
 @dataclass(frozen=True)
@@ -202,6 +216,7 @@ class _Order:
     """How one buffer is to be reduced."""
 
     slot: str
+    runs: Runs
     codec: Codec
     on_nonfinite: NonFinite
     chances: Certain
@@ -211,26 +226,32 @@ class _Order:
 class _InFlight(Handle):
     """One buffer on its way: parts to owners, then (in ``advance``) means back, then ``wait``."""
 
-    def __init__(self, order: _Order, task: Task, traffic: Traffic) -> None:
-        self.traffic = traffic
+    def __init__(self, order: _Order, task: Task) -> None:
+        self.traffic = Traffic()
         self._order, self._task, self._peers = order, task, task.peers
         self._codec, self._bounds, self._mine = order.codec, *self._divide(task)
+        self._parts = [order.runs.part(start, stop) for start, stop in self._bounds]
         self._error: Exception | None = None
         self._reduced = False
         self._tag = self._peers.next_tags(2)
         self._wanted, self._outbox = self._encode(task.buffer.to(torch.float32))
-        self._inbox = {p: self._room(self._mine, FLAG_BYTES) for p in self._peers.others}
+        self._inbox = {p: self._room(self._my_runs, FLAG_BYTES) for p in self._peers.others}
         self._arriving, self._leaving = self._post(self._outbox, self._inbox, self._tag)
 
     @staticmethod
-    def _divide(task: Task) -> tuple[list[tuple[int, int]], torch.Tensor]:
+    def _divide(task: Task) -> tuple[Bounds, torch.Tensor]:
         """Return what each message holds, and of what this rank takes the mean."""
         return task.bounds, task.mine
 
     @property
+    def _my_runs(self) -> Runs:
+        """What my part holds."""
+        return self._parts[self._peers.group_rank]
+
+    @property
     def bytes_held(self) -> int:
         """All messages to owners, and what memories need; the same number on every rank."""
-        parts = [self._codec.nbytes(stop - start) + FLAG_BYTES for start, stop in self._bounds]
+        parts = [self._codec.nbytes(part) + FLAG_BYTES for part in self._parts]
         return sum(parts) + len(parts) * max(parts) + self._order.memories.sent.bytes_held
 
     def advance(self) -> None:
@@ -250,7 +271,7 @@ class _InFlight(Handle):
         self.advance()
         _wait(self._arriving)
         for member, message in self._inbox.items():
-            self._write(message, self._task.part(member))
+            self._write(message, self._parts[member], self._task.part(member))
         _wait(self._leaving)
         _give(self._inbox, self._outbox)
         # To wait again is harmless; a message that is waited for twice never comes.
@@ -269,13 +290,13 @@ class _InFlight(Handle):
         bad = counts and not all_finite(values)
         wanted = self._order.memories.sent.carry(values) if counts and not bad else None
         outbox = {}
-        for member, (start, stop) in enumerate(self._bounds):
-            message = self._room(values[start:stop], FLAG_BYTES)
+        for member, ((start, stop), runs) in enumerate(zip(self._bounds, self._parts, strict=True)):
+            message = self._room(runs, FLAG_BYTES)
             if wanted is None:
                 message.zero_()
             else:
-                draw = self._order.chances.draw(member)
-                self._codec.encode(wanted[start:stop], message[:-FLAG_BYTES], draw)
+                draws = self._order.chances.draws(runs, me)
+                self._codec.encode(wanted[start:stop], runs, message[:-FLAG_BYTES], draws)
             message[-FLAG_BYTES:] = int(bad)
             outbox[member] = message
         return wanted, outbox
@@ -296,8 +317,9 @@ class _InFlight(Handle):
             return
 
         def decoded(out: torch.Tensor) -> None:
-            for member, (start, stop) in enumerate(self._bounds):
-                self._codec.decode(self._outbox[member], stop - start, out[start:stop])
+            bounds = zip(self._bounds, self._parts, strict=True)
+            for member, ((start, stop), runs) in enumerate(bounds):
+                self._codec.decode(self._outbox[member], runs, out[start:stop])
 
         self._order.memories.sent.keep(self._wanted, decoded)
         self._wanted = None
@@ -310,10 +332,8 @@ class _InFlight(Handle):
         if not members:  # everybody has weight 0
             total.zero_()
         for count, (member, share) in enumerate(zip(members, shares, strict=True)):
-            if count == 0:
-                self._codec.decode(self._inbox[member], total.numel(), total, share)
-            else:
-                self._codec.add(self._inbox[member], total, share)
+            take_in = self._codec.decode if count == 0 else self._codec.add
+            take_in(self._inbox[member], self._my_runs, total, share)
         if total.device.type != "cpu" or not all_finite(total):  # elsewhere to ask is to wait
             total.clamp_(-LARGEST, LARGEST)
         self._sample(total, members)
@@ -326,20 +346,19 @@ class _InFlight(Handle):
     def _reduce(self, members: list[int]) -> None:
         """Encode the mean of my part and hand it round."""
         total = self._mean(members, self._wide())
-        wanted, message = self._order.memories.mean.carry(total), self._room(self._mine)
-        self._codec.encode(wanted, message, self._order.chances.draw("mean"))
-        self._order.memories.mean.keep(
-            wanted, lambda out: self._codec.decode(message, out.numel(), out)
-        )
+        runs = self._my_runs
+        wanted, message = self._order.memories.mean.carry(total), self._room(runs)
+        self._codec.encode(wanted, runs, message, self._order.chances.draws(runs, "mean"))
+        self._order.memories.mean.keep(wanted, lambda out: self._codec.decode(message, runs, out))
         STAGING.give(total)
         self._hand_round(message)
 
     def _sample(self, mean: torch.Tensor, members: list[int]) -> None:
         """Estimate from the front of my part how far apart the replicas are."""
-        count = self._codec.sample(mean.numel())
+        count = self._my_runs.front(SAMPLE, self._codec.block)
         front, replica = mean[:count].double(), mean.new_empty(count)
         for member in members:
-            self._codec.decode(self._inbox[member], mean.numel(), replica)
+            self._codec.decode(self._inbox[member], self._my_runs, replica)
             self.traffic.deviation += float((front - replica).square().sum())
         self.traffic.magnitude += float(front.square().sum()) * len(members)
         self.traffic.samples += count * len(members)
@@ -347,26 +366,26 @@ class _InFlight(Handle):
     def _hand_round(self, message: torch.Tensor) -> None:
         """Send the mean of my part to everybody and start to receive theirs."""
         me, others = self._peers.group_rank, self._peers.others
-        self._write(message, self._mine)
+        self._write(message, self._my_runs, self._mine)
         _give(self._inbox)  # with my own message, which has been used
         del self._outbox[me]
-        self._inbox = {p: self._room(self._task.part(p)) for p in others}
+        self._inbox = {p: self._room(self._parts[p]) for p in others}
         outgoing = dict.fromkeys(others, message)
         self._arriving, leaving = self._post(outgoing, self._inbox, self._tag + 1)
         self._leaving += leaving
         self._outbox[me] = message
 
-    def _write(self, message: torch.Tensor, part: torch.Tensor) -> None:
+    def _write(self, message: torch.Tensor, runs: Runs, part: torch.Tensor) -> None:
         if part.dtype == torch.float32:
-            self._codec.decode(message, part.numel(), part)
+            self._codec.decode(message, runs, part)
             return
         wide = STAGING.take(part.numel(), torch.float32, part.device)
-        self._codec.decode(message, part.numel(), wide)
+        self._codec.decode(message, runs, wide)
         narrow(wide, part)
         STAGING.give(wide)
 
-    def _room(self, part: torch.Tensor, more: int = 0) -> torch.Tensor:
-        return STAGING.take(self._codec.nbytes(part.numel()) + more, torch.uint8, part.device)
+    def _room(self, runs: Runs, more: int = 0) -> torch.Tensor:
+        return STAGING.take(self._codec.nbytes(runs) + more, torch.uint8, self._mine.device)
 
     def _post(
         self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], tag: int
@@ -374,6 +393,7 @@ class _InFlight(Handle):
         others = self._peers.others
         receives = [Message(incoming[p], p, outgoing=False) for p in others if incoming[p].numel()]
         sends = [Message(outgoing[p], p, outgoing=True) for p in others if outgoing[p].numel()]
+        self.traffic.bytes_sent += sum(message.tensor.nbytes for message in sends)
         transfers = self._peers.post([*receives, *sends], tag)
         return transfers[: len(receives)], transfers[len(receives) :]
 
@@ -382,8 +402,12 @@ class _Swap(_InFlight):
     """One buffer between two ranks: everything there, and both take the mean."""
 
     @staticmethod
-    def _divide(task: Task) -> tuple[list[tuple[int, int]], torch.Tensor]:
+    def _divide(task: Task) -> tuple[Bounds, torch.Tensor]:
         return [(0, task.buffer.numel())], task.buffer
+
+    @property
+    def _my_runs(self) -> Runs:
+        return self._order.runs
 
     def _encode(self, values: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         wanted, outbox = super()._encode(values)

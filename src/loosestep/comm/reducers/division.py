@@ -13,13 +13,14 @@ import ctypes
 import functools
 import hashlib
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from loosestep.comm.agreement import Header
-from loosestep.comm.flat import slices
+from loosestep.comm.cuts import slices
 from loosestep.comm.peers import Peers, Phase
 from loosestep.comm.reducers.parcels import GatherFromOwners
 from loosestep.comm.reducers.reducer import Reducer
@@ -44,7 +45,7 @@ class Division:
 
     def share(self, named: Sequence[Named]) -> list[Named]:
         """Return this rank's part of the tensors."""
-        return shares(named, self.inside.size)[self.inside.group_rank]
+        return shares(named, self.inside.size, self.reducer.block)[self.inside.group_rank]
 
     def prepare(self, device: torch.device) -> None:
         """Meet the neighbours; collective."""
@@ -53,7 +54,7 @@ class Division:
     def hand_round(self, named: Sequence[Named], step: int) -> Traffic:
         """Give the neighbours this rank's part of the tensors, and take theirs, in place."""
         traffic, phase = Traffic(), Phase("handing round inside the host", step=step)
-        parts = shares(named, self.inside.size)
+        parts = shares(named, self.inside.size, self.reducer.block)
         for dtype in sorted({tensor.dtype for part in parts for _, tensor in part}, key=str):
             homes = [[t for _, t in part if t.dtype == dtype] for part in parts]
             places = [[home.contiguous().view(-1) for home in part] for part in homes]
@@ -77,28 +78,31 @@ class Division:
                 )
 
 
-def shares(named: Sequence[Named], count: int) -> list[list[Named]]:
-    """Cut tensors into ``count`` parts of about the same size, between rows.
+def shares(named: Sequence[Named], count: int, block: int = 1) -> list[list[Named]]:
+    """Cut tensors into ``count`` parts of about the same size, between rows and blocks.
 
-    The cut depends on shapes only, so that all ranks know all parts.
+    The cut depends on shapes only, so that all ranks know all parts. Where few rows begin with a
+    block of ``block`` elements, parts are the less alike.
 
     >>> w, b = torch.zeros(3, 2), torch.zeros(2)
     >>> [[(name, len(t)) for name, t in part] for part in shares([("w", w), ("b", b)], 2)]
     [[('w rows 0:2', 2)], [('w rows 2:3', 1), ('b', 2)]]
     """
-    cuts = _cuts(tuple(tensor.shape for _, tensor in named), count)
+    cuts = _cuts(tuple(tensor.shape for _, tensor in named), count, block)
     return [[_rows(*named[index], first, last) for index, first, last in cut] for cut in cuts]
 
 
 @functools.lru_cache(maxsize=64)
-def _cuts(shapes: tuple[torch.Size, ...], count: int) -> list[list[tuple[int, int, int]]]:
+def _cuts(
+    shapes: tuple[torch.Size, ...], count: int, block: int
+) -> list[list[tuple[int, int, int]]]:
     """Return for every part which rows of which tensors it holds."""
     bounds = slices(sum(shape.numel() for shape in shapes), count)
     cuts: list[list[tuple[int, int, int]]] = [[] for _ in bounds]
     at = 0
     for index, shape in enumerate(shapes):
         for cut, (start, stop) in zip(cuts, bounds, strict=True):
-            first, last = _row(shape, start - at), _row(shape, stop - at)
+            first, last = (_row(shape, element - at, block) for element in (start, stop))
             if first < last:
                 cut.append((index, first, last))
         at += shape.numel()
@@ -128,17 +132,27 @@ def whole_name(name: str) -> str:
     return name.partition(ROWS)[0]
 
 
+def origin(name: str, part: torch.Tensor) -> tuple[str, int]:
+    """Return which tensor a part has rows of, and the number of its first element in that.
+
+    >>> origin("w rows 2:5", torch.zeros(3, 4)), origin("b", torch.zeros(4))
+    (('w', 8), ('b', 0))
+    """
+    whole, _, rows = name.partition(ROWS)
+    return whole, int(rows.partition(":")[0] or 0) * (part.numel() // _num_rows(part.shape))
+
+
 def _num_rows(shape: torch.Size) -> int:
     return shape[0] if shape else 1
 
 
-def _row(shape: torch.Size, element: int) -> int:
-    """Return the first row that begins at an element or after it."""
-    if not shape.numel():
-        return 0
-    rows = _num_rows(shape)
-    size = shape.numel() // rows
-    return min(max(-(-element // size), 0), rows)
+def _row(shape: torch.Size, element: int, block: int) -> int:
+    """Return the row that begins next to an element, and with a block; none is cut."""
+    rows, numel = _num_rows(shape), shape.numel()
+    if not 0 < element < numel:
+        return rows if 0 < numel <= element else 0
+    size = math.lcm(numel // rows, block)  # of rows that are whole blocks together
+    return min((2 * element + size - 1) // (2 * size) * (size * rows // numel), rows)
 
 
 def _rows(name: str, tensor: torch.Tensor, first: int, last: int) -> Named:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from loosestep.comm.flat import STAGING, slices
+from loosestep.comm.flat import STAGING
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers.compressed import LARGEST, Compressed, Memories
 from loosestep.comm.reducers.nonfinite import all_finite
@@ -103,6 +103,11 @@ class ErrorFeedback(Reducer):
         return engine
 
     @property
+    def block(self) -> int:
+        """That of ``inner``."""
+        return self.moves.block
+
+    @property
     def on_nonfinite(self) -> NonFinite | None:
         """What is done about infinities and NaN, which cannot be sent."""
         return self.moves.on_nonfinite
@@ -113,16 +118,22 @@ class ErrorFeedback(Reducer):
 
     def start(self, buffer: torch.Tensor, peers: Peers, state: Residuals, place: Place) -> Handle:
         """Launch the mean of the values and of what was kept of earlier ones."""
-        first, last = slices(buffer.numel(), peers.size)[peers.group_rank]
+        mine = self.owned(buffer, peers, place)
         sent = Residual(state.sent, place.slot, buffer.numel())
-        mean = Residual(state.mean, place.slot, last - first)
+        mean = Residual(state.mean, place.slot, mine)
         return self.moves.launch(buffer, peers, state.inner, place, Memories(sent, mean))
 
     def bytes_on_wire(
-        self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
+        self, numel: int | Sequence[int], dtype: torch.dtype, group_size: int, group_rank: int = 0
     ) -> int:
         """Return what is sent for messages with a memory."""
         return self.moves.bytes_on_wire(numel, dtype, group_size, group_rank)
+
+    def owned(self, buffer: torch.Tensor, peers: Peers, place: Place) -> int:
+        """Return how many elements the part has of which this rank takes the mean."""
+        runs = place.holds(buffer.numel())
+        start, stop = runs.slices(peers.size, self.block)[peers.group_rank]
+        return stop - start
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from loosestep.comm import native
-from loosestep.comm.flat import STAGING, slices
+from loosestep.comm.cuts import sizes_of, slices
+from loosestep.comm.flat import STAGING
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers.pieces import InPieces, cut
 from loosestep.comm.reducers.reducer import Done, Handle, Place, Reducer
@@ -200,12 +201,13 @@ class Mean(Reducer):
         return Train(buffers, peers, peers.shared_memory)
 
     def bytes_on_wire(
-        self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
+        self, numel: int | Sequence[int], dtype: torch.dtype, group_size: int, group_rank: int = 0
     ) -> int:
         """Return the bytes sent: the others' slices, and my own to each of them."""
-        start, stop = slices(numel, group_size)[group_rank]
+        total = sum(sizes_of(numel))
+        start, stop = slices(total, group_size)[group_rank]
         mine = stop - start
-        return dtype.itemsize * ((numel - mine) + (group_size - 1) * mine)
+        return dtype.itemsize * ((total - mine) + (group_size - 1) * mine)
 
 
 class MeanInFlight(Handle):

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from loosestep.comm.cuts import Bounds
 from loosestep.comm.reducers.reducer import Handle
 from loosestep.telemetry.traffic import Traffic
 
@@ -70,13 +71,11 @@ def cut(buffer: torch.Tensor, most_bytes: int, multiple: int) -> Iterator[torch.
     >>> [piece.numel() for piece in cut(torch.zeros(10), most_bytes=20, multiple=2)]
     [4, 4, 2]
     """
-    at = 0
-    for length in piece_lengths(buffer.numel(), buffer.element_size(), most_bytes, multiple):
-        yield buffer[at : at + length]
-        at += length
+    bounds = piece_bounds(buffer.numel(), buffer.element_size(), most_bytes, multiple)
+    return (buffer[start:stop] for start, stop in bounds)
 
 
-def piece_lengths(numel: int, element_bytes: int, most_bytes: int, multiple: int) -> list[int]:
-    """Return how many elements the pieces have; none at all is one piece of none."""
+def piece_bounds(numel: int, element_bytes: int, most_bytes: int, multiple: int) -> Bounds:
+    """Return where the pieces begin and end; none at all is one piece of none."""
     step = max(1, most_bytes // element_bytes // multiple) * multiple
-    return [min(step, numel - start) for start in range(0, numel, step)] or [0]
+    return [(at, min(at + step, numel)) for at in range(0, numel, step)] or [(0, 0)]

@@ -15,7 +15,7 @@ from loosestep.comm.reducers.reducer import NonFinite
 class _Quantized(Compressed):
     """The mean of values in few bits."""
 
-    block: int = 256  # larger: fewer bytes, coarser where magnitudes differ
+    block: int = 256  # of a tensor; larger: fewer bytes, coarser where magnitudes differ
     rounding: Rounding = Rounding.NEAREST
     seed: int = 0  # of the chances, if rounding is stochastic
     on_nonfinite: NonFinite = NonFinite.RAISE
@@ -57,6 +57,8 @@ class Int8(_Quantized):
     >>> import torch
     >>> Int8().bytes_on_wire(numel=512, dtype=torch.float32, group_size=2)
     521
+    >>> Int8().bytes_on_wire(numel=[500, 12], dtype=torch.float32, group_size=2)
+    525
     """
 
     bits = 8

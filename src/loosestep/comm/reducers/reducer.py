@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from loosestep.comm.cuts import Runs
 from loosestep.comm.peers import Peers
 from loosestep.comm.tensors import Named
 from loosestep.telemetry.traffic import Traffic
@@ -40,6 +41,18 @@ class Place:
     """Where in the model a buffer belongs; what is remembered of its values goes by this."""
 
     slot: str  # the same at every sync of the same tensors, and no other buffer's
+    runs: Runs | None = None  # what it holds; None: one tensor, named by the slot
+
+    def holds(self, numel: int) -> Runs:
+        """Return what a buffer of so many elements holds."""
+        if self.runs is None:
+            return Runs.of(numel, self.slot)
+        if self.runs.numel != numel:
+            raise ValueError(
+                f"the place of a buffer must say what it holds: {self.slot!r} has runs of "
+                f"{self.runs.numel} elements, and the buffer {numel}; give Place(slot) for a part"
+            )
+        return self.runs
 
 
 class State:
@@ -116,6 +129,11 @@ class Reducer(ABC):
         return False
 
     @property
+    def block(self) -> int:
+        """How many neighbours of a tensor it treats together: buffers are cut between blocks."""
+        return 1
+
+    @property
     def remembers(self) -> bool:
         """Whether its state grows to about a float32 for every value."""
         return False
@@ -143,9 +161,12 @@ class Reducer(ABC):
 
     @abstractmethod
     def bytes_on_wire(
-        self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
+        self, numel: int | Sequence[int], dtype: torch.dtype, group_size: int, group_rank: int = 0
     ) -> int:
-        """Return how many bytes this rank will send for a buffer, before it does anything."""
+        """Return how many bytes this rank will send for a buffer, before it does anything.
+
+        ``numel`` are the sizes of the tensors in it, or that of the one.
+        """
 
     def describe(self, state: Any) -> str:
         """Return what of a state must be equal on all ranks; empty: nothing is kept."""

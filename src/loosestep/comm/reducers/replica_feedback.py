@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from loosestep.comm.codecs.rounding import Rounding
-from loosestep.comm.flat import STAGING, slices
+from loosestep.comm.flat import STAGING
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers.compressed import Memories
 from loosestep.comm.reducers.feedback import ErrorFeedback, Residual, Residuals
@@ -57,10 +57,9 @@ class ReplicaFeedback(ErrorFeedback):
 
     def start(self, buffer: torch.Tensor, peers: Peers, state: Residuals, place: Place) -> Handle:
         """Launch the mean of what arrives; ``left`` of the handle is what did not."""
-        first, last = slices(buffer.numel(), peers.size)[peers.group_rank]
-        memories = Memories(
-            unsent := Unsent(buffer.numel()), Residual(state.mean, place.slot, last - first)
-        )
+        unsent = Unsent(buffer.numel())
+        mine = Residual(state.mean, place.slot, self.owned(buffer, peers, place))
+        memories = Memories(unsent, mine)
         return Leaving(self.moves.launch(buffer, peers, state.inner, place, memories), unsent)
 
 

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from loosestep.comm.flat import slices
+from loosestep.comm.cuts import Bounds, Runs
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers.division import Division
 from loosestep.comm.reducers.mean import Mean, MeanInFlight
 from loosestep.comm.reducers.nonfinite import all_finite, contributors
-from loosestep.comm.reducers.pieces import InPieces, cut, piece_lengths
+from loosestep.comm.reducers.pieces import InPieces, piece_bounds
 from loosestep.comm.reducers.reducer import Handle, NonFinite, Place, Reducer, check_reducer
 from loosestep.comm.reducers.resident import Resident, room
 from loosestep.comm.reducers.ways import Ways, blocks, make_ways
@@ -102,6 +102,11 @@ class TwoLevel(Reducer):
         return self.inner.leaves_apart
 
     @property
+    def block(self) -> int:
+        """That of ``inner``."""
+        return self.inner.block
+
+    @property
     def remembers(self) -> bool:
         """Whether ``inner`` does."""
         return self.inner.remembers
@@ -146,17 +151,25 @@ class TwoLevel(Reducer):
         if inside.size == 1:
             return self.inner.start(buffer, across, state, place)
 
-        def launch(piece: torch.Tensor, at: Place) -> Handle:
+        runs = place.holds(buffer.numel())
+
+        def launch(piece: torch.Tensor, slot: str, held: Runs) -> Handle:
+            bounds = held.slices(inside.size, self.block)
+            at = Place(slot, held.part(*bounds[inside.group_rank]))
+
             def onward(mine: torch.Tensor) -> Handle:
                 return self.inner.start(mine, across, state, at)
 
-            return _ByHost(Task(piece, inside), self.hosts, onward)
+            return _ByHost(Task(piece, inside, bounds), self.hosts, onward)
 
         most = _most_bytes(inside.size)
         if buffer.nbytes <= most or self._lives_there(buffer, inside):
-            return launch(buffer, place)
-        numbered = enumerate(cut(buffer, most, inside.size * across.size))
-        pieces = ((piece, Place(f"{place.slot}, part {i}")) for i, piece in numbered)
+            return launch(buffer, place.slot, runs)
+        bounds = self._pieces(runs, buffer.dtype, most, peers.size)
+        pieces = (
+            (buffer[start:stop], f"{place.slot}, part {number}", runs.part(start, stop))
+            for number, (start, stop) in enumerate(bounds)
+        )
         return InPieces(pieces, lambda piece: launch(*piece))
 
     def room(
@@ -242,7 +255,7 @@ class TwoLevel(Reducer):
         return "something" if self.inner.describe(state) else ""
 
     def bytes_on_wire(
-        self, numel: int, dtype: torch.dtype, group_size: int, group_rank: int = 0
+        self, numel: int | Sequence[int], dtype: torch.dtype, group_size: int, group_rank: int = 0
     ) -> int:
         """Return what this rank sends to other hosts."""
         hosts = self._partition(group_size)
@@ -251,18 +264,27 @@ class TwoLevel(Reducer):
             return Mean().bytes_on_wire(numel, dtype, group_size, group_rank)
         if len({len(members) for members in hosts}) > 1:
             return self.inner.bytes_on_wire(numel, dtype, group_size, group_rank)
-        most = _most_bytes(len(mine)) if len(mine) > 1 else numel * dtype.itemsize
-        lengths = piece_lengths(numel, dtype.itemsize, most, group_size)
-        place, at = mine.index(group_rank), hosts.index(mine)
-        cuts = [slices(length, len(mine))[place] for length in lengths]
-        return sum(
-            self.inner.bytes_on_wire(stop - start, dtype, len(hosts), at) for start, stop in cuts
-        )
+        runs, at = Runs.of(numel), hosts.index(mine)
+        if len(mine) == 1:
+            return self.inner.bytes_on_wire(numel, dtype, len(hosts), at)
+        sent = 0
+        for start, stop in self._pieces(runs, dtype, _most_bytes(len(mine)), group_size):
+            piece = runs.part(start, stop)
+            bounds = piece.slices(len(mine), self.block)
+            sizes = [run.numel for run in piece.part(*bounds[mine.index(group_rank)]).each]
+            sent += self.inner.bytes_on_wire(sizes, dtype, len(hosts), at)
+        return sent
 
     def __repr__(self) -> str:
         size = "" if self.ranks_per_host is None else f", ranks_per_host={self.ranks_per_host}"
         inside = f", inside={self.inside}" if self.resident else ""
         return f"TwoLevel({self.inner}, {self.hosts.value}{inside}{size})"
+
+    def _pieces(self, runs: Runs, dtype: torch.dtype, most: int, group_size: int) -> Bounds:
+        """Return what goes through a host as one."""
+        if self.block > 1:
+            return runs.pieces(most // dtype.itemsize, self.block)
+        return piece_bounds(runs.numel, dtype.itemsize, most, group_size)
 
     def _partition(self, group_size: int) -> list[tuple[int, ...]]:
         if self.ranks_per_host is None:
@@ -299,7 +321,7 @@ def check_hosts_fit(reducer: Reducer | None, level: str, groups: Iterable[Sequen
 
 
 def _most_bytes(ranks_of_host: int) -> int:
-    """Return how much goes through a host as one: in memory or not, since it shows in few bits."""
+    """Return how much goes through a host as one, in memory or not: so bytes are known before."""
     return Layout.of(ranks_of_host).window_bytes
 
 

@@ -27,7 +27,8 @@ from typing import Protocol
 
 import torch
 
-from loosestep.comm.flat import STAGING, slices
+from loosestep.comm.cuts import Bounds, slices
+from loosestep.comm.flat import STAGING
 from loosestep.comm.peers import Message, Peers, Transfer
 from loosestep.comm.transport.segments import Copy, open_copy
 from loosestep.comm.transport.shared_memory import (
@@ -49,11 +50,12 @@ class Task:
 
     buffer: torch.Tensor
     peers: Peers
+    cut: Bounds | None = None  # None: into slices of about the same length, anywhere
 
     @cached_property
-    def bounds(self) -> list[tuple[int, int]]:
+    def bounds(self) -> Bounds:
         """Where each member's slice begins and ends."""
-        return slices(self.buffer.numel(), self.peers.size)
+        return slices(self.buffer.numel(), self.peers.size) if self.cut is None else self.cut
 
     def part(self, member: int) -> torch.Tensor:
         """Return a member's slice of this rank's buffer."""
