@@ -38,7 +38,10 @@ REDUCERS = """
 Cast ErrorFeedback Handle Hosts Int2 Int4 Int8 Mean Message NOTHING Named Native Peers Place Reducer
 ReplicaFeedback Resident Rounding State Ternary TopK Traffic Transfer TwoLevel
 """.split()
-SCHEDULES = "Due Fragments Schedule after always every fragments_of levels streaming".split()
+SCHEDULES = """
+Due Fragments Observed Rule Schedule adacomm after always drift every fragments_of levels qsr
+streaming
+""".split()
 
 # A package imports only those that stand before it; nobody imports the last one.
 PACKAGES = """

@@ -48,7 +48,11 @@ SHORT = {
 }
 LEVELS = ("host", "world")  # those of Topology.from_hosts
 # Types in the recipes' signatures that need torch; on a command line there is a wire for a reducer.
-STAND_INS = {"Outer": object, "Reducer": Wire, "Strategy": object, "Topology": object}
+STAND_INS = {
+    **dict.fromkeys(("Arrival", "Fragments", "Outer", "Strategy", "Topology"), object),
+    "Reducer": Wire,
+    "Rule": int,  # of a period: on a command line that is a number
+}
 Value = str | int | float | bool | None | Mapping[str, int]
 
 
