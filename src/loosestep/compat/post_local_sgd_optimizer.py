@@ -7,12 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import torch
+import torch.distributed as dist
 import torch.distributed.optim as in_torch
 from torch._compile import _disable_dynamo as untraced
 from torch.utils.hooks import RemovableHandle
 
 from loosestep.compat.model_averager import APART, ModelAverager
+from loosestep.errors import LoosestepWarning
 from loosestep.sharding.recognize import is_wrapper, only_creates_state
+from loosestep.sync.owners import is_own
 
 STEP = "averager_step"  # the key of the averager's step in every parameter group
 KEPT = "averager"  # and of what it keeps beside that, in the whole
@@ -99,11 +102,19 @@ class PostLocalSGDOptimizer(in_torch.PostLocalSGDOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned; without a step the averager starts at 0.
 
-        What was taken in mid-period is loaded on all ranks together, by each its own.
+        What was taken in mid-period is of one rank's replica, so each loads its own: where it is
+        another's, as torch's allows, it is loaded with a warning.
         """
         kept = state_dict.get(KEPT, {})
-        if APART in kept:
-            self.averager.check_whose(kept)
+        if kept.get(APART, 0) and not is_own(kept):
+            warnings.warn(
+                f"rank {dist.get_rank()}: this state was taken on rank {kept['rank']}, "
+                f"{kept[APART]} local steps after the last average, when every rank had parameters "
+                "of its own; those steps of all other ranks are lost. Save one file a rank, or "
+                "model and state right after `finalize()`",
+                LoosestepWarning,
+                stacklevel=2,
+            )
         rest = {key: value for key, value in state_dict.items() if key not in ("step", KEPT)}
         self.optim.load_state_dict(rest)
         step = _saved_step(state_dict)
