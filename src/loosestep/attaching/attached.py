@@ -129,7 +129,7 @@ class Attached:
         undo.callback(self.topology.close)
         check_levels(strategy, self.topology)
         self._timetable = strategy.schedule.timetable()
-        self._observer = Observer(self._timetable.asks, self._rate)
+        self._observer = Observer(self._timetable.asks, self.optimizer)
         self._sharing = GradientSharing(
             self.clock, strategy.schedule, self.topology.peers, self.telemetry, strategy.schedule(0)
         )
@@ -265,10 +265,6 @@ class Attached:
     def observe(self, loss: float | torch.Tensor) -> None:
         """Take the training loss of a step, for a schedule that goes by it (``adacomm``)."""
         self._observer.observe(float(loss))
-
-    def _rate(self) -> float:
-        """Return the optimizer's learning rate, of its first group."""
-        return float(self.optimizer.param_groups[0].get("lr", 0.0))
 
     def metrics(self) -> dict[str, dict[str, Any]]:
         """Return bytes, seconds, syncs and drift since the start, by ``kind/level``."""

@@ -7,7 +7,7 @@ them and takes the same means, so that none can come to another answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,13 @@ Numbers = tuple[float, ...]
 
 
 class Observer:
-    """Collects what a rule asks for: the learning rate, the losses since the last sync, values."""
+    """Collects what a rule asks for: the losses since the last sync, the rate, some values.
 
-    def __init__(self, asks: frozenset[str], rate: Callable[[], float]) -> None:
-        self._asks, self._rate = asks, rate
+    The learning rate is that of the optimizer's first group.
+    """
+
+    def __init__(self, asks: frozenset[str], optimizer: torch.optim.Optimizer) -> None:
+        self._asks, self._optimizer = asks, optimizer
         self._losses: list[float] = []  # since the last sync
         self._loss = math.nan  # the mean of those before; of a rank that has finished, it stays
 
@@ -43,7 +46,8 @@ class Observer:
         losses, self._losses = self._losses, []
         self._loss = _mean(losses) if losses else self._loss
         sample = sample_of(named) if "drift" in self._asks else []
-        return (float(period), self._rate(), self._loss, *sample)
+        rate = float(self._optimizer.param_groups[0].get("lr", 0.0))
+        return (float(period), rate, self._loss, *sample)
 
     def reduce(self, told: Sequence[Numbers]) -> Observed:
         """Return means over the ranks, in their order; raise on all where a loss is missing."""
