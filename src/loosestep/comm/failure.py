@@ -25,7 +25,7 @@ import contextlib
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,8 @@ class Notes:
     """The notes of one process group's ranks; ``me`` and all others are global ranks."""
 
     group: Group
+    # Notes that were read, by rank: the store may end with its host before all were.
+    _seen: dict[int, str] = field(default_factory=dict)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -158,7 +160,10 @@ class Notes:
         return found
 
     def _find_without_store(self, missed: int | None) -> tuple[int, ...]:
-        """Go by last words. The host of a store that is gone or stuck is the first suspect."""
+        """Go by last words, and by notes that were read before.
+
+        The host of a store that is gone or stuck is the first suspect.
+        """
         host = self.store.host
         if host in self.ranks and host != self.me and (missed is None or self._heard(host) is None):
             missed = host
@@ -196,7 +201,7 @@ class Notes:
         words = self.group.last_words
         word = _NOTHING if words is None else int(words.heard[self.ranks.index(rank)])
         if word == _NOTHING:
-            return None
+            return self._seen.get(rank)
         return "" if word == _UNKNOWN else str(self.ranks[word])
 
     def _poll(
@@ -211,7 +216,8 @@ class Notes:
         if not store.check([self._key(rank)]):
             return None
         note: bytes = store.get(self._key(rank))
-        return note.decode()
+        self._seen[rank] = note.decode()
+        return self._seen[rank]
 
     def _write(self, store: Any, missed: int | None) -> None:
         store.set(self._key(self.me), "" if missed is None else str(missed))
