@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         post_local_sgd,
         slowmo,
         snoo,
+        sparseloco,
         zero,
     )
     from loosestep.strategy.strategy import Strategy
@@ -108,6 +109,7 @@ __all__ = [
     "post_local_sgd",
     "slowmo",
     "snoo",
+    "sparseloco",
     "zero",
 ]
 
@@ -131,7 +133,9 @@ _HOMES = {
     "sharding.options": "ZeroOptions",
     "strategy.clock": "Clock",
     "strategy.policies": "Buffers Initial OptimizerState Sharding",
-    "strategy.recipes": "ddp desloc diloco hierarchical_sgd muloco post_local_sgd slowmo snoo zero",
+    "strategy.recipes": (
+        "ddp desloc diloco hierarchical_sgd muloco post_local_sgd slowmo snoo sparseloco zero"
+    ),
     "strategy.strategy": "Strategy",
     "strategy.topology": "Topology",
     "sync.averager": "average_",

@@ -183,9 +183,12 @@ PURE: dict[str, Case] = {
         Ternary,
         {"block": 256, "rounding": "nearest", "seed": 0, "on_nonfinite": "raise"},
     ),
-    "TopK": (TopK, {"density": 0.1, "chunk": 4096, "on_nonfinite": "raise"}),
+    "TopK": (
+        TopK,
+        {"density": 0.1, "chunk": 4096, "bits": 2, "gather": True, "on_nonfinite": "raise"},
+    ),
     "Cast": (Cast, {"dtype": torch.bfloat16, "inner": None}),
-    "ErrorFeedback": (ErrorFeedback, {"inner": Int4()}),
+    "ErrorFeedback": (ErrorFeedback, {"inner": Int4(), "decay": 0.9}),
     "ReplicaFeedback": (ReplicaFeedback, {"inner": Int4()}),
     "TwoLevel": (
         TwoLevel,

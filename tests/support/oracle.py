@@ -14,6 +14,7 @@ from loosestep import (
     Topology,
 )
 from loosestep.comm.torch_versions import broadcast_buffers
+from loosestep.outer import Outer
 from loosestep.strategy.policies import StatePeriods
 
 Batches = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]  # (rank, step) -> inputs, labels
@@ -126,7 +127,9 @@ class OuterSteps:
         assert not isinstance(strategy.outer, Mapping)
         self.level, self.optimizer = topology.widest, None
         self.anchors = [p.detach().clone() for p in net.parameters()]
-        if strategy.outer is not None:
+        # A plain step by all of anchor - mean leads to the mean, which is taken without roundings.
+        if strategy.outer not in (None, Outer(torch.optim.SGD, lr=1.0)):
+            assert strategy.outer is not None
             self.optimizer = strategy.outer.optimizer(self.anchors, **strategy.outer.options)
 
     @torch.no_grad()

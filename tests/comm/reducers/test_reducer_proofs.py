@@ -39,7 +39,7 @@ from loosestep.schedules import every
 from loosestep.sync.averager import Averager
 from loosestep.sync.kept import Kept
 from loosestep.testing import RankPool
-from tests.support.compressed import LOSSES, of_tensors
+from tests.support.compressed import GATHERED, LOSSES, of_tensors
 from tests.support.compressed import oracle as compressed_mean
 from tests.support.optimizers import VARIANTS, build
 from tests.support.oracle import (
@@ -73,6 +73,10 @@ REDUCERS: dict[str, Callable[[], Reducer]] = {
     "feedback int4": lambda: ErrorFeedback(Int4()),
     "feedback int2": lambda: ErrorFeedback(Int2()),
     "feedback topk": lambda: ErrorFeedback(TopK(0.1)),
+    "feedback topk back": lambda: ErrorFeedback(TopK(0.1, gather=False)),
+    "sparseloco": lambda: TwoLevel(
+        ErrorFeedback(TopK(64 / 4096, bits=2), decay=0.95), ranks_per_host=1
+    ),
     "two levels, feedback": lambda: TwoLevel(ErrorFeedback(Int4()), ranks_per_host=1),
     "replica int4": lambda: ReplicaFeedback(Int4()),
     "replica int2": lambda: ReplicaFeedback(Int2()),
@@ -140,12 +144,13 @@ def train(name: str, ranks: list[int]) -> dict[str, torch.Tensor]:
 class Feedback:
     """Error feedback written out: memories of every rank's values, and of the mean.
 
-    Between two ranks the mean of what arrives is the result, and nothing is left of it. With
-    ``apart`` what was not sent is no memory but ``left``, to go on with.
+    Between two ranks, and of what is gathered, the mean of what arrives is the result, and nothing
+    is left of it. With ``apart`` what was not sent is no memory but ``left``, to go on with.
     """
 
-    def __init__(self, name: str, *, apart: bool = False) -> None:
+    def __init__(self, name: str, *, apart: bool = False, decay: float = 1.0) -> None:
         self._loss, self._apart = of_tensors(LOSSES[name], SIZES), apart
+        self._decay, self._gathered = torch.tensor(decay), name in GATHERED
         self._sent = [torch.zeros(sum(SIZES))] * 4
         self.left: list[torch.Tensor] = []
         self._mean = torch.zeros(sum(SIZES))
@@ -153,13 +158,13 @@ class Feedback:
     def __call__(self, replicas: list[torch.Tensor]) -> torch.Tensor:
         size, total = len(replicas), torch.zeros(sum(SIZES))
         for rank, replica in enumerate(replicas):
-            wanted = replica if self._apart else replica + self._sent[rank]
+            wanted = replica if self._apart else replica + self._decay * self._sent[rank]
             arrived = self._loss(wanted)
             self._sent[rank] = wanted - arrived
             total = total + torch.tensor(1 / size) * arrived
         self.left = self._sent[:size] if self._apart else []
         wanted = total + self._mean
-        result = wanted if size == 2 else self._loss(wanted)
+        result = wanted if size == 2 or self._gathered else self._loss(wanted)
         self._mean = wanted - result
         return result
 
@@ -175,6 +180,8 @@ ORACLES: dict[str, Callable[[], Callable[[list[torch.Tensor]], torch.Tensor]]] =
     "feedback int4": lambda: Feedback("int4"),
     "feedback int2": lambda: Feedback("int2"),
     "feedback topk": lambda: Feedback("topk"),
+    "feedback topk back": lambda: Feedback("topk back"),
+    "sparseloco": lambda: Feedback("sparseloco", decay=0.95),
     "two levels, feedback": lambda: Feedback("int4"),
     "two levels, replica": lambda: Feedback("int4", apart=True),
     **{

@@ -54,6 +54,8 @@ REDUCERS: dict[str, Reducer] = {
     "feedback": ErrorFeedback(Int2()),
     "feedback, cast": ErrorFeedback(Cast(torch.bfloat16)),
     "feedback, topk": ErrorFeedback(TopK(0.05)),
+    "topk back": TopK(0.03, gather=False),
+    "sparse": ErrorFeedback(TopK(64 / 4096, bits=2), decay=0.95),
     "replica": ReplicaFeedback(Int4()),
     "two levels, int4": TwoLevel(Int4(), ranks_per_host=2),
     "two levels, chance": TwoLevel(Int4(rounding="stochastic"), ranks_per_host=2),
