@@ -60,6 +60,7 @@ from loosestep.reducers import (
     Mean,
     Native,
     Place,
+    RandomMask,
     ReplicaFeedback,
     Resident,
     Ternary,
@@ -183,6 +184,7 @@ PURE: dict[str, Case] = {
         Ternary,
         {"block": 256, "rounding": "nearest", "seed": 0, "on_nonfinite": "raise"},
     ),
+    "RandomMask": (RandomMask, {"density": 0.1, "seed": 0}),
     "TopK": (
         TopK,
         {"density": 0.1, "chunk": 4096, "bits": 2, "gather": True, "on_nonfinite": "raise"},

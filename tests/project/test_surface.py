@@ -33,8 +33,8 @@ hierarchical_sgd hook_with_zero_step hook_with_zero_step_interleaved post_localS
 post_local_sgd zero
 """.split()
 REDUCERS = """
-Cast ErrorFeedback Handle Hosts Int2 Int4 Int8 Mean NOTHING Native Place Reducer ReplicaFeedback
-Resident Rounding State Ternary TopK TwoLevel
+Cast ErrorFeedback Handle Hosts Int2 Int4 Int8 Mean NOTHING Native Place RandomMask Reducer
+ReplicaFeedback Resident Rounding State Ternary TopK TwoLevel
 """.split()
 SCHEDULES = "Due Schedule after always every levels".split()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import math
 import os
 import pickle
 import signal
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 import loosestep.comm.reducers
 from loosestep import NotFinite, PeerLost, Strategy, Topology, attach
+from loosestep.comm.codecs.rounding import draw_of, key_of, uniform
 from loosestep.comm.group import Group, peers_of
 from loosestep.comm.reducers import mean_into
 from loosestep.reducers import (
@@ -28,6 +30,7 @@ from loosestep.reducers import (
     Int8,
     Mean,
     Native,
+    RandomMask,
     Reducer,
     ReplicaFeedback,
     Resident,
@@ -78,6 +81,8 @@ REDUCERS: dict[str, Callable[[], Reducer]] = {
         ErrorFeedback(TopK(64 / 4096, bits=2), decay=0.95), ranks_per_host=1
     ),
     "two levels, feedback": lambda: TwoLevel(ErrorFeedback(Int4()), ranks_per_host=1),
+    "mask": lambda: RandomMask(0.1),
+    "two levels, mask": lambda: TwoLevel(RandomMask(0.1), hosts="agree", ranks_per_host=1),
     "replica int4": lambda: ReplicaFeedback(Int4()),
     "replica int2": lambda: ReplicaFeedback(Int2()),
     "replica topk": lambda: ReplicaFeedback(TopK(0.1)),
@@ -85,7 +90,8 @@ REDUCERS: dict[str, Callable[[], Reducer]] = {
         ReplicaFeedback(Int4()), hosts="agree", ranks_per_host=1
     ),
 }
-APART = {name for name in REDUCERS if "replica" in name}  # replicas differ after a sync
+MASKED = {name for name in REDUCERS if "mask" in name}
+APART = {name for name in REDUCERS if "replica" in name} | MASKED  # replicas differ after a sync
 EXACT = {"mean", "native", "resident", "two levels"}
 OVERLAPPING = [name for name in REDUCERS if name != "resident"]  # which is refused
 
@@ -169,6 +175,25 @@ class Feedback:
         return result
 
 
+class Masked:
+    """The mean of what is drawn anew at every sync, written out; the rest is each replica's own."""
+
+    def __init__(self) -> None:
+        self._num_syncs = 0
+
+    def __call__(self, nets: list[Net]) -> None:
+        for name, parameter in nets[0].named_parameters():
+            draw = draw_of(0, "world", name, self._num_syncs, "mask")
+            chance = uniform(parameter.numel(), key_of(draw, torch.device("cpu")))
+            order = chance.sort(descending=True, stable=True).indices
+            drawn = order[: math.ceil(0.1 * parameter.numel() - 1e-9)]
+            flats = [net.get_parameter(name).data.view(-1) for net in nets]
+            mean = exact_mean([values[drawn] for values in flats])
+            for values in flats:
+                values[drawn] = mean
+        self._num_syncs += 1
+
+
 def narrow_mean(replicas: list[torch.Tensor]) -> torch.Tensor:
     narrow = [replica.bfloat16() for replica in replicas]
     mean_into(result := torch.empty_like(narrow[0]), narrow)
@@ -220,13 +245,17 @@ def train_replicas(name: str, ranks: list[int]) -> dict[int, Net]:
     nets = {rank: copy.deepcopy(make_net()) for rank in ranks}
     optimizers = {rank: sgd(net) for rank, net in nets.items()}
     reference = flat(nets[ranks[0]])
-    mean = exact_mean if name in EXACT or len(ranks) == 1 else ORACLES[name]()
+    masked = Masked()
+    mean = exact_mean if name in EXACT | MASKED or len(ranks) == 1 else ORACLES[name]()
     for step in range(STEPS):
         for rank, net in nets.items():
             optimizers[rank].zero_grad()
             loss_of(net, rank, step).backward()
             optimizers[rank].step()
-        if (step + 1) % PERIOD == 0:
+        if (step + 1) % PERIOD == 0 and name in MASKED:
+            masked(list(nets.values()))
+            follow_buffers(list(nets.values()))
+        elif (step + 1) % PERIOD == 0:
             if name in EXACT or len(ranks) == 1:
                 reference = mean([flat(net) for net in nets.values()])
             else:
@@ -444,7 +473,7 @@ def fuzz(name: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("name", [name for name in REDUCERS if name != "native"])
+@pytest.mark.parametrize("name", [n for n in REDUCERS if n not in MASKED | {"native"}])
 def test_odd_shapes_and_windows(pool: RankPool, name: str) -> None:
     """Whatever the shapes and the size of windows, ranks end bit-equal, or their references do."""
     assert pool.run(3, fuzz, name) == [[]] * 3
