@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         post_local_sgd,
         slowmo,
         snoo,
+        sparseloco,
         streaming_diloco,
         zero,
     )
@@ -109,6 +110,7 @@ __all__ = [
     "post_local_sgd",
     "slowmo",
     "snoo",
+    "sparseloco",
     "streaming_diloco",
     "zero",
 ]
@@ -134,7 +136,8 @@ _HOMES = {
     "strategy.clock": "Clock",
     "strategy.policies": "Buffers Initial OptimizerState Sharding",
     "strategy.recipes": (
-        "ddp desloc diloco hierarchical_sgd muloco post_local_sgd slowmo snoo streaming_diloco zero"
+        "ddp desloc diloco hierarchical_sgd muloco post_local_sgd slowmo snoo sparseloco "
+        "streaming_diloco zero"
     ),
     "strategy.strategy": "Strategy",
     "strategy.topology": "Topology",

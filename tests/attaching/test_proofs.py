@@ -27,6 +27,7 @@ from loosestep import (
     post_local_sgd,
     slowmo,
     snoo,
+    sparseloco,
     streaming_diloco,
     zero,
 )
@@ -119,6 +120,11 @@ def make_muloco(topology: Topology) -> Strategy:
     return muloco(4, topology=topology, reducer=Mean())
 
 
+def make_sparseloco(topology: Topology) -> Strategy:
+    """Return it with an exact reducer; its own is proved with the reducers."""
+    return sparseloco(4, topology=topology, reducer=Mean())
+
+
 def make_desloc(topology: Topology) -> Strategy:
     return desloc(2, optimizer_state={"momentum_buffer": 2}, topology=topology)
 
@@ -186,6 +192,7 @@ RECIPES: dict[str, Make] = {
     "slowmo": make_slowmo,
     "snoo": make_snoo,
     "muloco": make_muloco,
+    "sparseloco": make_sparseloco,
     "desloc": make_desloc,
 }
 

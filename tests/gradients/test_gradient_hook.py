@@ -141,8 +141,9 @@ def kept_by_parameter(state: Any, parameters: list[torch.Tensor]) -> list[torch.
     for window in state._windows:
         key = f"gradients {window.index}"
         total = memory["sent"][key] / world
-        start, _ = window.runs.slices(world, state.reducer.block)[dist.get_rank()]
-        total[start : start + memory["mean"][key].numel()] += memory["mean"][key]
+        if "mean" in memory:  # nobody owns what is gathered
+            start, stop = window.runs.slices(world, state.reducer.block)[dist.get_rank()]
+            total[start:stop] += memory["mean"][key]
         dist.all_reduce(total)
         flat[key] = total
     kept = []

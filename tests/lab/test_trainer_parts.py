@@ -15,6 +15,7 @@ from loosestep.comm.reducers import (
     ErrorFeedback,
     Int2,
     Mean,
+    RandomMask,
     Reducer,
     ReplicaFeedback,
     Resident,
@@ -131,6 +132,9 @@ def test_wires_by_name():
     assert isinstance(wire("exact"), Mean)
     assert repr(wire("top0.5%")) == repr(TopK(0.005))
     assert repr(wire("int2+ef")) == repr(ErrorFeedback(Int2()))
+    assert repr(wire("top1.5%2bit+ef")) == repr(ErrorFeedback(TopK(0.015, bits=2)))
+    masked = TwoLevel(RandomMask(0.005), hosts="agree")
+    assert repr(parameter_reducer(parse_wire("mask0.5%"))) == repr(masked)
     assert repr(parameter_reducer(parse_wire("int2"))) == repr(TwoLevel(Int2()))
     assert repr(gradient_wire("ternary")) == repr(TwoLevel(Ternary()))
     assert repr(gradient_wire("resident")) == "Resident()"
@@ -150,7 +154,22 @@ def test_a_gradient_wire_that_there_is_not_is_refused(text: str):
         gradient_wire(text)
 
 
-@pytest.mark.parametrize("text", ["int3", "top0%", "top200%", "", "bf16+ef", "+ef", "ternary+sc"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int3",
+        "top0%",
+        "top200%",
+        "",
+        "bf16+ef",
+        "+ef",
+        "ternary+sc",
+        "mask0%",
+        "mask1%2bit",
+        "mask1%+rf",
+        "int22bit",
+    ],
+)
 def test_a_wire_that_there_is_not_is_refused(text: str):
     with pytest.raises(BadInput, match=r"wire|give Ternary"):
         wire(text)

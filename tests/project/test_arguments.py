@@ -55,6 +55,7 @@ from loosestep import (
     schedules,
     slowmo,
     snoo,
+    sparseloco,
     streaming_diloco,
     zero,
 )
@@ -69,6 +70,7 @@ from loosestep.reducers import (
     Mean,
     Native,
     Place,
+    RandomMask,
     ReplicaFeedback,
     Resident,
     Ternary,
@@ -211,6 +213,18 @@ PURE: dict[str, Case] = {
             "on_nonfinite": "raise",
         },
     ),
+    "sparseloco": (
+        sparseloco,
+        {
+            "period": 4,
+            "outer": None,
+            "warmup_steps": 0,
+            "topology": None,
+            "reducer": None,
+            "overlap_steps": 0,
+            "on_nonfinite": "raise",
+        },
+    ),
     "muloco": (
         muloco,
         {
@@ -273,10 +287,14 @@ PURE: dict[str, Case] = {
         Ternary,
         {"block": 256, "rounding": "nearest", "seed": 0, "on_nonfinite": "raise"},
     ),
-    "TopK": (TopK, {"density": 0.1, "chunk": 4096, "on_nonfinite": "raise"}),
+    "RandomMask": (RandomMask, {"density": 0.1, "seed": 0}),
+    "TopK": (
+        TopK,
+        {"density": 0.1, "chunk": 4096, "bits": 2, "gather": True, "on_nonfinite": "raise"},
+    ),
     "Cast": (Cast, {"dtype": torch.bfloat16, "inner": None}),
-    "ErrorFeedback": (ErrorFeedback, {"inner": Int4()}),
-    "ReplicaFeedback": (ReplicaFeedback, {"inner": Int4()}),
+    "ErrorFeedback": (ErrorFeedback, {"inner": Int4(), "decay": 0.9}),
+    "ReplicaFeedback": (ReplicaFeedback, {"inner": Int4(), "decay": 1.0}),
     "TwoLevel": (
         TwoLevel,
         {"inner": None, "hosts": "differ", "inside": None, "ranks_per_host": 2},

@@ -42,6 +42,30 @@ def by_size(x: torch.Tensor, density: float) -> torch.Tensor:
     return out
 
 
+def in_two_bits(x: torch.Tensor, density: float) -> torch.Tensor:
+    """Replace what is left of every chunk by one of its two mean magnitudes, with its sign."""
+    out = by_size(x, density)
+    for lot, sparse in zip(x.split(4096), out.split(4096), strict=True):
+        wanted = max(1, math.ceil(round(density * lot.numel(), 6)))
+        order = lot.abs().sort(descending=True, stable=True).indices[:wanted]
+        sizes = lot[order].abs().double()
+        above = sizes > halved(sizes) / wanted
+        many = int(above.sum())
+        low, high = halved(sizes * ~above) / max(1, wanted - many), halved(sizes * above)
+        level = torch.where(above, high / max(1, many), low).float()
+        sparse[order] = torch.where(lot[order] < 0, -level, level)
+    return out
+
+
+def halved(x: torch.Tensor) -> torch.Tensor:
+    """Add the values of their places, each half to the other."""
+    while x.numel() & (x.numel() - 1):
+        x = torch.cat([x, x.new_zeros(1)])
+    while x.numel() > 1:
+        x = x[: x.numel() // 2] + x[x.numel() // 2 :]
+    return x[0]
+
+
 LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "int8": lambda x: by_steps(x, 127, 256),
     "int8 of 7": lambda x: by_steps(x, 127, 7),
@@ -49,8 +73,13 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "int2": by_levels,
     "ternary": by_signs,
     "topk": lambda x: by_size(x, 0.1),
+    "topk back": lambda x: by_size(x, 0.1),
     "all": lambda x: x,
+    "topk in 2 bits": lambda x: in_two_bits(x, 0.1),
+    "sparseloco": lambda x: in_two_bits(x, 64 / 4096),
 }
+# No means come back, so they lose nothing.
+GATHERED = {"topk", "all", "topk in 2 bits", "sparseloco"}
 
 
 def of_tensors(
@@ -68,7 +97,7 @@ def oracle(
 ) -> torch.Tensor:
     """Return what all ranks must hold: values are lossy on the way there and on the way back.
 
-    Between two ranks there is no way back.
+    Between two ranks, and where messages are gathered, there is no way back.
     """
     size, numel, dtype = len(replicas), replicas[0].numel(), replicas[0].dtype
     if size == 1:
@@ -82,4 +111,4 @@ def oracle(
         if weight > 0:
             share = torch.tensor(weight / sum(given), dtype=torch.float32)
             total = total + share * loss(replica.float())
-    return (total if size == 2 else loss(total)).to(dtype)
+    return (total if size == 2 or name in GATHERED else loss(total)).to(dtype)

@@ -305,6 +305,41 @@ def muloco(
     )
 
 
+def sparseloco(
+    period: int | Rule = 30,
+    *,
+    outer: Outer | None = None,
+    warmup_steps: int = 0,
+    topology: Topology | None = None,
+    reducer: Reducer | None = None,
+    overlap_steps: int = 0,
+    on_nonfinite: str = "raise",
+) -> Strategy:
+    """Send the 64 largest of every 4096 differences in 2 bits, and step by their mean.
+
+    What is not sent is kept and fades by 0.95; that takes the place of outer momentum, so the outer
+    step is SGD's with a rate of 1.0. SparseLoCo, https://arxiv.org/abs/2508.15706.
+
+    >>> sparseloco().outer
+    Outer(SGD, lr=1.0)
+    """
+    import torch
+
+    from loosestep.comm.reducers import ErrorFeedback, TopK, TwoLevel
+    from loosestep.strategy.outer_rules import Outer
+
+    sparse = TwoLevel(ErrorFeedback(TopK(64 / 4096, bits=2), decay=0.95))
+    return diloco(
+        period,
+        outer=Outer(torch.optim.SGD, lr=1.0) if outer is None else outer,
+        warmup_steps=warmup_steps,
+        topology=topology,
+        reducer=sparse if reducer is None else reducer,
+        overlap_steps=overlap_steps,
+        on_nonfinite=on_nonfinite,
+    )
+
+
 def desloc(
     period: int | Rule = 32,
     *,
@@ -344,6 +379,7 @@ RECIPES: dict[str, Callable[..., Strategy]] = {
         slowmo,
         snoo,
         muloco,
+        sparseloco,
         desloc,
     )
 }

@@ -98,7 +98,7 @@ class Averager:
 
     ``agreements`` are further lines that must be equal on all ranks, such as the schedule.
     What is remembered from sync to sync is in ``kept``; a lossy reducer is then given differences
-    to the last sync's result, and costs a copy of it.
+    to the last sync's result, as a rule, and costs a copy of it.
     ``on_nonfinite`` is for infinities and NaN in what is neither a buffer nor optimizer state.
     """
 
@@ -121,8 +121,8 @@ class Averager:
         check_suits_parameters(self.reducer)
         if self.reducer.leaves_apart and kept is None:
             raise ValueError(
-                f"{self.reducer} sends differences to what all replicas had after the last sync, "
-                "and here is nobody who remembers it; use an averager or attach, or Int8() here"
+                f"{self.reducer} goes by what is remembered from sync to sync, and here is nobody "
+                "who remembers it; use an averager or attach, or Int8() here"
             )
         self._policy = policy_of(self.reducer, on_nonfinite)
         self._encodes = compresses(self.reducer)
@@ -138,7 +138,7 @@ class Averager:
         # How the ranks of a host divide what they have in common; None: each averages all of it.
         self._division: Division | None = None
         self._kept = Kept() if kept is None else kept
-        self._sends_differences = self.reducer.lossy and kept is not None
+        self._sends_differences = self.reducer.sends_differences and kept is not None
 
     @property
     def name(self) -> str:

@@ -143,9 +143,11 @@ class Direct:
 
     def send(self, job: Job, phase: Phase) -> Sent:
         """Launch the mean of the values."""
-        staged = job.silent or not job.window.in_place
-        buffer = stage(job) if staged else job.window.pieces[0].view.view(-1)
         reducer, peers = job.by or self.reducer, job.peers.during(phase)
+        # Of a replica that goes on with its own values these come back: they cannot be zeros.
+        silent = job.silent and not reducer.leaves_apart
+        staged = silent or not job.window.in_place
+        buffer = stage(job, silent=silent) if staged else job.window.pieces[0].view.view(-1)
         if self._takes_many(job):  # one buffer too: the windows for single ones stay untouched
             handle = reducer.start_many([buffer], peers)
         else:
@@ -162,14 +164,16 @@ def _bytes_staged(job: Job) -> int:
     return 0 if job.window.in_place else job.window.numel * job.window.dtype.itemsize
 
 
-def stage(job: Job, reference: torch.Tensor | None = None) -> torch.Tensor:
+def stage(
+    job: Job, reference: torch.Tensor | None = None, *, silent: bool | None = None
+) -> torch.Tensor:
     """Return a flat copy of the window, or its difference to a reference.
 
-    Zeros where this rank has no say.
+    Zeros where this rank is silent: unless told otherwise, where it has no say.
     """
     window = job.window
     buffer = STAGING.take(window.numel, window.dtype, window.device)
-    if job.silent:
+    if job.silent if silent is None else silent:
         return buffer.zero_()
     return pack(window, buffer) if reference is None else pack_difference(window, buffer, reference)
 

@@ -29,6 +29,7 @@ from loosestep.reducers import (
     Int8,
     Mean,
     Native,
+    ReplicaFeedback,
     Rounding,
     Ternary,
     TopK,
@@ -48,6 +49,8 @@ REDUCERS: dict[str, Callable[[], Any]] = {
     "int2": Int2,
     "ternary": Ternary,
     "topk": lambda: TopK(0.1),
+    "topk back": lambda: TopK(0.1, gather=False),
+    "topk in 2 bits": lambda: TopK(0.1, bits=2),
     "all": lambda: TopK(1.0),
 }
 
@@ -379,6 +382,8 @@ FEEDBACK: dict[str, Callable[[], Any]] = {
     "int4": lambda: ErrorFeedback(Int4(rounding="stochastic", seed=3)),
     "int2": lambda: ErrorFeedback(Int2()),
     "topk": lambda: ErrorFeedback(TopK(0.05)),
+    "topk back": lambda: ErrorFeedback(TopK(0.05, gather=False)),
+    "topk in 2 bits": lambda: ErrorFeedback(TopK(0.05, bits=2)),
     "bf16": lambda: ErrorFeedback(Cast(torch.bfloat16)),
 }
 
@@ -407,12 +412,41 @@ def test_nothing_is_lost(pool: RankPool, name: str, members: tuple[int, ...]) ->
     given = torch.stack([r["given"] for r in results]).mean(0)
     kept = torch.stack([r["sent"]["slot"].double() for r in results]).mean(0)
     owned = torch.zeros_like(given)
-    if len(members) > 2:  # two ranks both take the mean, so that nobody owns it
+    if "mean" in results[0]:  # nobody owns what two ranks swap, or all gather
         owned = torch.cat([r["mean"]["slot"] for r in results]).double()
     for result in results:
         assert torch.equal(result["got"], results[0]["got"])
         assert torch.allclose(result["got"] + owned + kept, given, atol=1e-4, rtol=1e-4)
     assert float(kept.abs().max()) > 0  # else this test would say nothing
+
+
+def faded() -> list[list[float]]:
+    """Send the largest of two values three times, where what is kept fades by a half."""
+    peers, reducer = peers_of(world_group()), ErrorFeedback(TopK(0.5), decay=0.5)
+    state, results = reducer.init([], peers), []
+    for pair in ([4.0, 3.0], [0.0, 1.0], [2.0, 0.0]):
+        mine = torch.tensor(pair)
+        reduced(reducer, mine, peers, state=state)
+        results.append([*mine.tolist(), *state.state_dict()["sent"]["slot"].tolist()])
+    return results
+
+
+def test_what_is_kept_can_fade(pool: RankPool) -> None:
+    """By hand: e = x + e / 2, of which the largest is sent; then what comes out and what is kept.
+
+    [4, 3] sends 4 and keeps 3; [0, 1 + 1.5] sends 2.5; [2, 0] sends 2.
+    """
+    steps = [[4.0, 0.0, 0.0, 3.0], [0.0, 2.5, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0]]
+    assert pool.run(3, faded) == [steps] * 3
+
+
+@pytest.mark.parametrize("decay", [0.0, -1.0, 1.5, math.nan, True, "half"])
+def test_a_decay_is_a_share(decay: Any) -> None:
+    """Nothing kept, or more than there was, is no feedback; and a replica does not fade."""
+    with pytest.raises(ValueError, match="decay must lie in"):
+        ErrorFeedback(Int4(), decay=decay)
+    with pytest.raises(ValueError, match="would shrink what was learnt"):
+        ReplicaFeedback(Int4(), decay=0.9)
 
 
 def both_sides() -> list[tuple[bool, bool]]:
@@ -540,7 +574,9 @@ def test_reducers_say_what_they_are() -> None:
     """Ranks compare strategies by repr, so settings are in it; lossy ones say so."""
     assert repr(Int8()) == "Int8(block=256, rounding='nearest', on_nonfinite='raise')"
     assert "seed=7" in repr(Int4(rounding=Rounding.STOCHASTIC, seed=7))
-    assert repr(TopK(0.1, on_nonfinite="skip")) == "TopK(0.1, chunk=4096, on_nonfinite='skip')"
+    assert repr(TopK(0.1, on_nonfinite="skip")) == (
+        "TopK(0.1, chunk=4096, bits=None, gather=True, on_nonfinite='skip')"
+    )
     assert repr(ErrorFeedback(Int2(64))).startswith("ErrorFeedback(Int2(block=64, ")
     lossy: list[Any] = [Int8(), Int4(), Int2(), TopK(0.1), Cast(torch.float16)]
     assert all(reducer.lossy for reducer in [*lossy, *map(ErrorFeedback, lossy)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import math
 import os
 import pickle
 import signal
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 import loosestep.comm.reducers
 from loosestep import NotFinite, PeerLost, Strategy, Topology, attach
+from loosestep.comm.codecs.rounding import draw_of, key_of, uniform
 from loosestep.comm.group import Group, peers_of
 from loosestep.comm.reducers import mean_into
 from loosestep.reducers import (
@@ -28,6 +30,7 @@ from loosestep.reducers import (
     Int8,
     Mean,
     Native,
+    RandomMask,
     Reducer,
     ReplicaFeedback,
     Resident,
@@ -39,7 +42,7 @@ from loosestep.schedules import every
 from loosestep.sync.averager import Averager
 from loosestep.sync.kept import Kept
 from loosestep.testing import RankPool
-from tests.support.compressed import LOSSES, of_tensors
+from tests.support.compressed import GATHERED, LOSSES, of_tensors
 from tests.support.compressed import oracle as compressed_mean
 from tests.support.optimizers import VARIANTS, build
 from tests.support.oracle import (
@@ -73,7 +76,13 @@ REDUCERS: dict[str, Callable[[], Reducer]] = {
     "feedback int4": lambda: ErrorFeedback(Int4()),
     "feedback int2": lambda: ErrorFeedback(Int2()),
     "feedback topk": lambda: ErrorFeedback(TopK(0.1)),
+    "feedback topk back": lambda: ErrorFeedback(TopK(0.1, gather=False)),
+    "sparseloco": lambda: TwoLevel(
+        ErrorFeedback(TopK(64 / 4096, bits=2), decay=0.95), ranks_per_host=1
+    ),
     "two levels, feedback": lambda: TwoLevel(ErrorFeedback(Int4()), ranks_per_host=1),
+    "mask": lambda: RandomMask(0.1),
+    "two levels, mask": lambda: TwoLevel(RandomMask(0.1), hosts="agree", ranks_per_host=1),
     "replica int4": lambda: ReplicaFeedback(Int4()),
     "replica int2": lambda: ReplicaFeedback(Int2()),
     "replica topk": lambda: ReplicaFeedback(TopK(0.1)),
@@ -81,7 +90,8 @@ REDUCERS: dict[str, Callable[[], Reducer]] = {
         ReplicaFeedback(Int4()), hosts="agree", ranks_per_host=1
     ),
 }
-APART = {name for name in REDUCERS if "replica" in name}  # replicas differ after a sync
+MASKED = {name for name in REDUCERS if "mask" in name}
+APART = {name for name in REDUCERS if "replica" in name} | MASKED  # replicas differ after a sync
 EXACT = {"mean", "native", "resident", "two levels"}
 OVERLAPPING = [name for name in REDUCERS if name != "resident"]  # which is refused
 
@@ -140,12 +150,13 @@ def train(name: str, ranks: list[int]) -> dict[str, torch.Tensor]:
 class Feedback:
     """Error feedback written out: memories of every rank's values, and of the mean.
 
-    Between two ranks the mean of what arrives is the result, and nothing is left of it. With
-    ``apart`` what was not sent is no memory but ``left``, to go on with.
+    Between two ranks, and of what is gathered, the mean of what arrives is the result, and nothing
+    is left of it. With ``apart`` what was not sent is no memory but ``left``, to go on with.
     """
 
-    def __init__(self, name: str, *, apart: bool = False) -> None:
+    def __init__(self, name: str, *, apart: bool = False, decay: float = 1.0) -> None:
         self._loss, self._apart = of_tensors(LOSSES[name], SIZES), apart
+        self._decay, self._gathered = torch.tensor(decay), name in GATHERED
         self._sent = [torch.zeros(sum(SIZES))] * 4
         self.left: list[torch.Tensor] = []
         self._mean = torch.zeros(sum(SIZES))
@@ -153,15 +164,34 @@ class Feedback:
     def __call__(self, replicas: list[torch.Tensor]) -> torch.Tensor:
         size, total = len(replicas), torch.zeros(sum(SIZES))
         for rank, replica in enumerate(replicas):
-            wanted = replica if self._apart else replica + self._sent[rank]
+            wanted = replica if self._apart else replica + self._decay * self._sent[rank]
             arrived = self._loss(wanted)
             self._sent[rank] = wanted - arrived
             total = total + torch.tensor(1 / size) * arrived
         self.left = self._sent[:size] if self._apart else []
         wanted = total + self._mean
-        result = wanted if size == 2 else self._loss(wanted)
+        result = wanted if size == 2 or self._gathered else self._loss(wanted)
         self._mean = wanted - result
         return result
+
+
+class Masked:
+    """The mean of what is drawn anew at every sync, written out; the rest is each replica's own."""
+
+    def __init__(self) -> None:
+        self._num_syncs = 0
+
+    def __call__(self, nets: list[Net]) -> None:
+        for name, parameter in nets[0].named_parameters():
+            draw = draw_of(0, "world", name, self._num_syncs, "mask")
+            chance = uniform(parameter.numel(), key_of(draw, torch.device("cpu")))
+            order = chance.sort(descending=True, stable=True).indices
+            drawn = order[: math.ceil(0.1 * parameter.numel() - 1e-9)]
+            flats = [net.get_parameter(name).data.view(-1) for net in nets]
+            mean = exact_mean([values[drawn] for values in flats])
+            for values in flats:
+                values[drawn] = mean
+        self._num_syncs += 1
 
 
 def narrow_mean(replicas: list[torch.Tensor]) -> torch.Tensor:
@@ -175,6 +205,8 @@ ORACLES: dict[str, Callable[[], Callable[[list[torch.Tensor]], torch.Tensor]]] =
     "feedback int4": lambda: Feedback("int4"),
     "feedback int2": lambda: Feedback("int2"),
     "feedback topk": lambda: Feedback("topk"),
+    "feedback topk back": lambda: Feedback("topk back"),
+    "sparseloco": lambda: Feedback("sparseloco", decay=0.95),
     "two levels, feedback": lambda: Feedback("int4"),
     "two levels, replica": lambda: Feedback("int4", apart=True),
     **{
@@ -213,13 +245,17 @@ def train_replicas(name: str, ranks: list[int]) -> dict[int, Net]:
     nets = {rank: copy.deepcopy(make_net()) for rank in ranks}
     optimizers = {rank: sgd(net) for rank, net in nets.items()}
     reference = flat(nets[ranks[0]])
-    mean = exact_mean if name in EXACT or len(ranks) == 1 else ORACLES[name]()
+    masked = Masked()
+    mean = exact_mean if name in EXACT | MASKED or len(ranks) == 1 else ORACLES[name]()
     for step in range(STEPS):
         for rank, net in nets.items():
             optimizers[rank].zero_grad()
             loss_of(net, rank, step).backward()
             optimizers[rank].step()
-        if (step + 1) % PERIOD == 0:
+        if (step + 1) % PERIOD == 0 and name in MASKED:
+            masked(list(nets.values()))
+            follow_buffers(list(nets.values()))
+        elif (step + 1) % PERIOD == 0:
             if name in EXACT or len(ranks) == 1:
                 reference = mean([flat(net) for net in nets.values()])
             else:
@@ -437,7 +473,7 @@ def fuzz(name: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("name", [name for name in REDUCERS if name != "native"])
+@pytest.mark.parametrize("name", [n for n in REDUCERS if n not in MASKED | {"native"}])
 def test_odd_shapes_and_windows(pool: RankPool, name: str) -> None:
     """Whatever the shapes and the size of windows, ranks end bit-equal, or their references do."""
     assert pool.run(3, fuzz, name) == [[]] * 3

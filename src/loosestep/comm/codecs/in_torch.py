@@ -5,7 +5,7 @@ Everything here can be traced by ``torch.compile``, which makes one kernel of it
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 import torch
 
@@ -115,14 +115,19 @@ def _signs(lot: torch.Tensor, luck: torch.Tensor | None) -> tuple[torch.Tensor, 
 
 
 def _rms(lot: torch.Tensor) -> torch.Tensor:
-    """Return root mean squares; squares are added in halves, as vectors in C add them."""
-    count = lot.shape[1]
-    width = 1 << max(0, math.ceil(math.log2(count)) if count > 1 else 0)
-    squares = torch.nn.functional.pad(lot.to(torch.float64).square(), (0, width - count))
+    """Return root mean squares."""
+    squares = _sums(lot.to(torch.float64).square())
+    return (squares / float(lot.shape[1])).sqrt().to(torch.float32)
+
+
+def _sums(lot: torch.Tensor) -> torch.Tensor:
+    """Return the sums of rows, added in halves: an order that shapes leave alone, and C shares."""
+    width = 1 << max(0, lot.shape[1] - 1).bit_length()
+    sums = torch.nn.functional.pad(lot, (0, width - lot.shape[1]))
     while width > 1:
         width //= 2
-        squares = squares[:, :width] + squares[:, width:]
-    return (squares / float(count)).sqrt().to(torch.float32)
+        sums = sums[:, :width] + sums[:, width:]
+    return sums
 
 
 def _pack(codes: torch.Tensor, bits: float) -> torch.Tensor:
@@ -215,6 +220,45 @@ def place_bytes(count: int, chunk: int) -> int:
     [5, 6]
     """
     return -(-count * (16 if chunk > SHORT_CHUNK else 12) // 8)
+
+
+def encode_signs(values: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two magnitudes for every chunk of such lengths, and the bytes of 2-bit codes.
+
+    A code is 2 for what is negative, and 1 for the larger of the magnitudes.
+    """
+    inside = _inside(lengths, values.device)
+    sizes = torch.zeros(inside.shape, dtype=torch.float64, device=values.device)
+    sizes[inside] = values.abs().to(torch.float64)
+    counts = inside.sum(1, keepdim=True)
+    above = sizes > _sums(sizes) / counts
+    num_above = above.sum(1, keepdim=True)
+    low = _sums(sizes.masked_fill(above, 0.0)) / (counts - num_above).clamp(min=1)
+    high = _sums(sizes * above) / num_above.clamp(min=1)
+    levels = torch.cat([low, high], dim=1).to(torch.float32).clamp(max=LARGEST)
+    codes = above[inside].to(torch.uint8) + 2 * (values < 0).to(torch.uint8)
+    quads = torch.nn.functional.pad(codes, (0, -codes.numel() % 4)).view(-1, 4)
+    first, second, third, fourth = quads.unbind(1)
+    return levels, first | second << 2 | third << 4 | fourth << 6
+
+
+def decode_signs(
+    levels: torch.Tensor, packed: torch.Tensor, lengths: Sequence[int]
+) -> torch.Tensor:
+    """Return the values."""
+    count = sum(lengths)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)
+    codes = (packed[:, None] >> shifts & 3).flatten()[:count]
+    counts = torch.tensor(lengths, device=packed.device)
+    low, high = torch.repeat_interleave(levels, counts, dim=0, output_size=count).unbind(1)
+    sizes = torch.where(codes % 2 == 1, high, low)
+    return torch.where(codes >= 2, -sizes, sizes)
+
+
+def _inside(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return which places of rows of the largest length lie within each row's own."""
+    places = torch.arange(max(lengths, default=0), device=device)
+    return places[None] < torch.tensor(lengths, device=device)[:, None]
 
 
 def add_topk(

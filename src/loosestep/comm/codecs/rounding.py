@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+
+from loosestep.comm.cuts import Runs
 
 _SPREAD, _MIX, _LAST = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 
@@ -50,11 +53,26 @@ def uniform(count: int, key: torch.Tensor, index: int = 0) -> torch.Tensor:
 
     ``index`` is that of the first one in its tensor.
     """
-    hashed = torch.arange(count, dtype=torch.int32, device=key.device)
-    hashed = hashed + _signed(index & 0xFFFFFFFF)  # int32 wraps round
-    hashed = hashed * _signed(_SPREAD) + key[0]
+    places = torch.arange(count, dtype=torch.int32, device=key.device)
+    return _uniform(places + _signed(index & 0xFFFFFFFF), key[0], key[1])  # int32 wraps round
+
+
+def uniform_in(runs: Runs, draws: Sequence[Draw], device: torch.device) -> torch.Tensor:
+    """Return such numbers for the elements of all runs, of which each has a key of its own."""
+    lengths = torch.tensor([run.numel for run in runs.each])
+    begins = torch.tensor([run.offset for run in runs.each]) - torch.tensor(runs.starts)
+    first, second = torch.tensor(draws).to(torch.int32).unbind(1)
+    begins, first, second = (
+        each.repeat_interleave(lengths).to(device) for each in (begins, first, second)
+    )
+    places = torch.arange(runs.numel, device=device) + begins
+    return _uniform(places.to(torch.int32), first, second)
+
+
+def _uniform(places: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    hashed = places * _signed(_SPREAD) + first
     hashed = (hashed ^ _shift(hashed, 16)) * _signed(_MIX)
-    hashed = (hashed ^ _shift(hashed, 13)) + key[1]
+    hashed = (hashed ^ _shift(hashed, 13)) + second
     hashed = hashed * _signed(_LAST)
     hashed = hashed ^ _shift(hashed, 16)
     return _shift(hashed, 8).to(torch.float32) * 2.0**-24

@@ -6,6 +6,7 @@ from loosestep.comm.reducers.cast import Cast
 from loosestep.comm.reducers.feedback import ErrorFeedback
 from loosestep.comm.reducers.mean import Mean, mean_into
 from loosestep.comm.reducers.quantize import Int2, Int4, Int8, Ternary
+from loosestep.comm.reducers.random_mask import RandomMask
 from loosestep.comm.reducers.reducer import (
     NOTHING,
     Handle,
@@ -39,6 +40,7 @@ __all__ = [
     "Native",
     "NonFinite",
     "Place",
+    "RandomMask",
     "Reducer",
     "ReplicaFeedback",
     "Resident",

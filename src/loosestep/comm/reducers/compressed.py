@@ -7,7 +7,8 @@
     share_r = w_r / sum of w_r
 
 Two ranks swap everything instead, each part of it encoded once, and both take the mean: as many
-bytes, on one way in place of two, and nothing is lost on a way back.
+bytes, on one way in place of two, and nothing is lost on a way back. So do more ranks where a
+reducer gathers: n - 1 messages from each in place of less than two.
 
 What becomes of a value depends on its tensor and its place there: parts end where blocks end.
 
@@ -108,6 +109,7 @@ class Compressed(Reducer):
     """A reducer whose messages are a codec's; the base of ``Int8``, ``TopK`` and the like."""
 
     lossy = True
+    gather: bool = False  # whether all get the messages of all, and nobody owns the mean
     rounding: Rounding = Rounding.NEAREST
     seed: int = 0  # of the chances, if rounding is stochastic
     on_nonfinite: NonFinite = NonFinite.RAISE
@@ -163,7 +165,7 @@ class Compressed(Reducer):
         by_chance = self.rounding is Rounding.STOCHASTIC
         chances = Chances(self.seed, state, runs, peers) if by_chance else Certain()
         order = _Order(place.slot, runs, self.codec, self.on_nonfinite, chances, memories)
-        kind = _Swap if peers.size == 2 else _InFlight
+        kind = _Gathered if peers.size == 2 or self.gather else _InFlight
         return kind(order, Task(buffer, peers, runs.slices(peers.size, self.codec.block)))
 
     def bytes_on_wire(
@@ -171,7 +173,7 @@ class Compressed(Reducer):
     ) -> int:
         """Return the others' parts with a flag each, and my own part to each of them."""
         runs = Runs.of(numel)
-        if group_size <= 2:  # nothing, or everything once
+        if group_size <= 2 or self.gather:  # nothing, or everything to each of them
             return (group_size - 1) * (self.codec.nbytes(runs) + FLAG_BYTES)
         bounds = runs.slices(group_size, self.codec.block)
         sizes = [self.codec.nbytes(runs.part(start, stop)) for start, stop in bounds]
@@ -252,7 +254,7 @@ class _InFlight(Handle):
     def bytes_held(self) -> int:
         """All messages to owners, and what memories need; the same number on every rank."""
         parts = [self._codec.nbytes(part) + FLAG_BYTES for part in self._parts]
-        return sum(parts) + len(parts) * max(parts) + self._order.memories.sent.bytes_held
+        return sum(parts) + self._peers.size * max(parts) + self._order.memories.sent.bytes_held
 
     def advance(self) -> None:
         """Take the mean of my part and start to hand it round."""
@@ -398,8 +400,8 @@ class _InFlight(Handle):
         return transfers[: len(receives)], transfers[len(receives) :]
 
 
-class _Swap(_InFlight):
-    """One buffer between two ranks: everything there, and both take the mean."""
+class _Gathered(_InFlight):
+    """One buffer of which everything goes to everybody, and all take the mean."""
 
     @staticmethod
     def _divide(task: Task) -> tuple[Bounds, torch.Tensor]:
@@ -411,7 +413,7 @@ class _Swap(_InFlight):
 
     def _encode(self, values: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         wanted, outbox = super()._encode(values)
-        return wanted, dict.fromkeys((0, 1), outbox[0])
+        return wanted, dict.fromkeys(range(self._peers.size), outbox[0])
 
     def _reduce(self, members: list[int]) -> None:
         """Write the mean; nothing comes back."""
@@ -422,7 +424,7 @@ class _Swap(_InFlight):
             narrow(total, self._mine)
             STAGING.give(total)
         me = self._peers.group_rank
-        _give({1 - me: self._inbox[1 - me]})
+        _give({member: self._inbox[member] for member in self._peers.others})
         self._inbox, self._arriving = {}, []
         self._outbox = {me: self._outbox[me]}  # it may still be on its way
 

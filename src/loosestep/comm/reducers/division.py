@@ -112,19 +112,22 @@ def _cuts(
 def sampled(named: Sequence[Named], step: int) -> bytes:
     """Return a hash of some elements of every tensor, of others at another step.
 
-    Those whose elements do not follow each other are left out: a neighbour may keep them otherwise.
+    By their logical order: a neighbour may keep them in another one.
     """
-    flat = [tensor.view(-1) for _, tensor in named if tensor.numel() and tensor.is_contiguous()]
-    if not flat:
+    held = [tensor for _, tensor in named if tensor.numel()]
+    if not held:
         return b"nothing"
-    some = torch.cat([_some(tensor, step) for tensor in flat]).cpu()
+    some = torch.cat([_some(tensor, step) for tensor in held]).cpu()
     content = ctypes.string_at(some.data_ptr(), some.nbytes)
     return hashlib.blake2b(content, digest_size=8).digest()
 
 
-def _some(flat: torch.Tensor, step: int) -> torch.Tensor:
-    stride = max(1, flat.numel() // SAMPLE)
-    return flat[(step * 40_503) % stride :: stride]
+def _some(tensor: torch.Tensor, step: int) -> torch.Tensor:
+    stride = max(1, tensor.numel() // SAMPLE)
+    first = (step * 40_503) % stride
+    if tensor.is_contiguous():
+        return tensor.view(-1)[first::stride]
+    return torch.take(tensor, torch.arange(first, tensor.numel(), stride, device=tensor.device))
 
 
 def whole_name(name: str) -> str:

@@ -1,10 +1,12 @@
 """What a message leaves out goes into the next one.
 
-    sent_t = encode(x_t + e_t),   e_{t+1} = x_t + e_t - decode(sent_t)
+    sent_t = encode(x_t + decay * e_t),   e_{t+1} = x_t + decay * e_t - decode(sent_t)
 
 on every rank for its own values, and on every owner for the mean of its part. So what has arrived
 after t calls, and what is kept, add up to what was given: nothing is ever lost, only late.
 (Seide et al. 2014; Karimireddy et al. 2019; for both directions Tang et al. 2019, DoubleSqueeze.)
+With a ``decay`` below 1 what waits long fades, since it was learnt from where the model no longer
+is (SparseLoCo, https://arxiv.org/abs/2508.15706, has 0.95).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from loosestep.comm.reducers.reducer import (
     check_reducer,
 )
 from loosestep.comm.tensors import Named
+from loosestep.errors import is_number
 
 
 class Residuals(State):
@@ -81,6 +84,7 @@ class ErrorFeedback(Reducer):
     """
 
     inner: Reducer
+    decay: float = 1.0  # of what is kept, at every sync; less: what could not be sent soon is lost
 
     lossy = True
     remembers = True
@@ -88,6 +92,11 @@ class ErrorFeedback(Reducer):
     def __post_init__(self) -> None:
         """Refuse what drops nothing."""
         check_reducer("inner", self.inner, "Int4()")
+        if not (is_number(self.decay) and 0.0 < self.decay <= 1.0):
+            raise ValueError(
+                f"decay must lie in (0, 1], got {self.decay!r}; 1.0 keeps all that was not sent, "
+                "and without ErrorFeedback nothing is kept"
+            )
         if self.inner.engine is None:
             raise ValueError(
                 f"{type(self).__name__} sends later what its inner reducer drops, and "
@@ -119,8 +128,8 @@ class ErrorFeedback(Reducer):
     def start(self, buffer: torch.Tensor, peers: Peers, state: Residuals, place: Place) -> Handle:
         """Launch the mean of the values and of what was kept of earlier ones."""
         mine = self.owned(buffer, peers, place)
-        sent = Residual(state.sent, place.slot, buffer.numel())
-        mean = Residual(state.mean, place.slot, mine)
+        sent = Residual(state.sent, place.slot, buffer.numel(), self.decay)
+        mean = Residual(state.mean, place.slot, mine, self.decay)
         return self.moves.launch(buffer, peers, state.inner, place, Memories(sent, mean))
 
     def bytes_on_wire(
@@ -136,7 +145,8 @@ class ErrorFeedback(Reducer):
         return stop - start
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.inner!r})"
+        decay = "" if self.decay == 1.0 else f", decay={self.decay}"
+        return f"{type(self).__name__}({self.inner!r}{decay})"
 
 
 def describe_sizes(sizes: Mapping[str, int]) -> str:
@@ -148,8 +158,10 @@ def describe_sizes(sizes: Mapping[str, int]) -> str:
 class Residual:
     """What is kept of one slot, in one direction."""
 
-    def __init__(self, store: dict[str, torch.Tensor], slot: str, size: int) -> None:
-        self._store, self._slot, self._size = store, slot, size
+    def __init__(
+        self, store: dict[str, torch.Tensor], slot: str, size: int, decay: float = 1.0
+    ) -> None:
+        self._store, self._slot, self._size, self._decay = store, slot, size, decay
         self._left: torch.Tensor | None = None  # out of this message; kept from ``commit`` on
         self.bytes_held = 4 * size
         kept = store.get(slot)
@@ -166,7 +178,10 @@ class Residual:
         wanted = STAGING.take(self._size, torch.float32, values.device)
         if kept is None:
             return wanted.copy_(values)
-        torch.add(values, kept.to(values.device), out=wanted)
+        if self._decay == 1.0:
+            torch.add(values, kept.to(values.device), out=wanted)
+        else:  # not add(alpha=): a fused multiply rounds otherwise at the end of a buffer
+            torch.mul(kept.to(values.device), self._decay, out=wanted).add_(values)
         return wanted if all_finite(wanted) else wanted.clamp_(-LARGEST, LARGEST)
 
     def keep(self, wanted: torch.Tensor, decoded: Callable[[torch.Tensor], None]) -> None:

@@ -120,8 +120,13 @@ class Reducer(ABC):
 
     @property
     def lossy(self) -> bool:
-        """Whether it drops something, so that averages of parameters give it differences."""
+        """Whether it drops something, so that buffers and optimizer state go another way."""
         return False
+
+    @property
+    def sends_differences(self) -> bool:
+        """Whether averages of parameters give it differences to the last sync's result."""
+        return self.lossy
 
     @property
     def leaves_apart(self) -> bool:

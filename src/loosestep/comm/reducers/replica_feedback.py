@@ -45,6 +45,11 @@ class ReplicaFeedback(ErrorFeedback):
     def __post_init__(self) -> None:
         """Refuse chance, by which equal replicas would part."""
         super().__post_init__()
+        if self.decay != 1.0:
+            raise ValueError(
+                f"ReplicaFeedback keeps what was not sent in the parameters, and decay="
+                f"{self.decay} would shrink what was learnt; use ErrorFeedback(..., decay=...)"
+            )
         if self.moves.rounding is Rounding.STOCHASTIC:
             raise ValueError(
                 f"{self.inner!r} rounds by chance, so that equal replicas would keep different "

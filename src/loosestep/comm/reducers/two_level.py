@@ -97,6 +97,11 @@ class TwoLevel(Reducer):
         return self.ranks_per_host
 
     @property
+    def sends_differences(self) -> bool:
+        """Whether ``inner`` does."""
+        return self.inner.sends_differences
+
+    @property
     def leaves_apart(self) -> bool:
         """Whether ``inner`` does."""
         return self.inner.leaves_apart

@@ -69,7 +69,8 @@ class Settings:
     wire: str | None = option(
         None,
         SHARE,
-        "exact, resident, bf16, fp16, int8, int4, int2, ternary, top1%%; +ef, +rf: with feedback",
+        "exact, resident, bf16, fp16, int8, int4, int2, ternary, top1%%, top1%%2bit, mask0.5%%; "
+        "+ef, +rf: with feedback",
         "WIRE",
     )
     overlap: int | None = option(None, SHARE, "steps that an average may travel for")

@@ -17,7 +17,8 @@ def plain_reducer(wire: Wire) -> Reducer:
     >>> type(plain_reducer(parse_wire("int4"))).__name__
     'Int4'
     """
-    inner = _reducer(wire.reducer, *_argument(wire))
+    options = {} if wire.bits is None else {"bits": wire.bits}
+    inner = _reducer(wire.reducer, *_argument(wire), **options)
     if wire.feedback is None:
         return inner
     try:
@@ -49,8 +50,8 @@ def gradient_reducer(wire: Wire) -> Reducer:
         raise BadInput(f"{LIVING + wire.text!r}: {error}") from error
 
 
-def _reducer(name: str, *arguments: object) -> Reducer:
-    made: Reducer = getattr(loosestep.comm.reducers, name)(*arguments)
+def _reducer(name: str, *arguments: object, **options: object) -> Reducer:
+    made: Reducer = getattr(loosestep.comm.reducers, name)(*arguments, **options)
     return made
 
 

@@ -5,6 +5,8 @@ resident                  the same, of values that live in memory shared by a ho
 bf16, fp16                16 bits
 int8, int4, int2          few bits and a scale for every block of values
 top1%, top0.5%            the largest values only
+top1%2bit                 the same, each in 2 bits
+mask0.5%                  a random share of the parameters, exactly; another one at every sync
 int2+ef                   with error feedback: what was lost is sent later
 int2+rf                   the same for parameters; what was lost stays in the replica until then
 ternary                   -1, 0 or 1 times a scale
@@ -32,6 +34,7 @@ WIRES: dict[str, tuple[str, str | None]] = {
     "ternary": ("Ternary", None),
 }
 FEEDBACK = {"+ef": "ErrorFeedback", "+rf": "ReplicaFeedback"}
+TWO_BITS = "2bit"  # behind the share of the largest
 LIVING = "resident+"  # gradients that live in shared memory, and travel by what follows
 EXAMPLES = {"+ef": "int2+ef", "+rf": "int2+rf"}
 
@@ -45,22 +48,24 @@ class Wire:
     argument: str | float | None = None  # a dtype's name or a density
     feedback: str | None = None  # the name of the reducer around it
     living: bool = False  # whether ``resident+`` stood before the text
+    bits: int | None = None  # of the largest values
 
 
 def parse_wire(text: str) -> Wire:
     """Read a wire for parameters, or for anything.
 
-    >>> parse_wire("int2+ef")
-    Wire(text='int2+ef', reducer='Int2', argument=None, feedback='ErrorFeedback', living=False)
+    >>> parse_wire("top1%2bit+ef").reducer, parse_wire("int2+ef").feedback
+    ('TopK', 'ErrorFeedback')
     """
     suffix = text[-3:] if text[-3:] in FEEDBACK else ""
     name = text.removesuffix(suffix)
     reducer, argument = _named(name, text)
-    if suffix and name in ("exact", "resident", "bf16", "fp16"):
+    if suffix and (name in ("exact", "resident", "bf16", "fp16") or reducer == "RandomMask"):
         raise BadInput(
             f"{text!r}: {suffix} is for wires that lose much, such as {EXAMPLES[suffix]}"
         )
-    return Wire(text, reducer, argument, FEEDBACK.get(suffix))
+    bits = 2 if name.endswith(TWO_BITS) else None
+    return Wire(text, reducer, argument, FEEDBACK.get(suffix), bits=bits)
 
 
 def parse_gradient_wire(text: str) -> Wire:
@@ -75,10 +80,11 @@ def parse_gradient_wire(text: str) -> Wire:
 def _named(name: str, text: str) -> tuple[str, str | float | None]:
     if name in WIRES:
         return WIRES[name]
-    if share := re.fullmatch(r"top(\d+(?:\.\d+)?)%", name):
-        density = float(share[1]) / 100
-        if 0 < density <= 1:
-            return "TopK", density
+    if share := re.fullmatch(r"(top|mask)(\d+(?:\.\d+)?)%", name.removesuffix(TWO_BITS)):
+        density, masked = float(share[2]) / 100, share[1] == "mask"
+        if 0 < density <= 1 and not (masked and name.endswith(TWO_BITS)):
+            return "RandomMask" if masked else "TopK", density
     lossy = ("int8", "int4", "int2", "ternary", "top1%")
-    known = [*WIRES, "top1%", *(f"{w}{suffix}" for suffix in FEEDBACK for w in lossy)]
+    shares = ("top1%", f"top1%{TWO_BITS}", "mask0.5%")
+    known = [*WIRES, *shares, *(f"{w}{suffix}" for suffix in FEEDBACK for w in lossy)]
     raise BadInput(f"there is no wire {text!r}{nearest(text, known)}; there are {', '.join(known)}")
