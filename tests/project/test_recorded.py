@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from loosestep.strategy.recipes import RECIPES
 from tests.recorded import SAME_EVERYWHERE, differences
 from tests.support.trainings import CASES
 
@@ -21,6 +22,7 @@ OF_EVERY_KIND = [
     *("int4, stochastic, 3", "topk with feedback, 2", "int2 with replica feedback, 2"),
     *("two levels, int4, 4", "gradients by int4, 4", "gradient_hook, 2", "zero with a period, 4"),
     *("hook_with_zero_step_interleaved, 2", "HierarchicalModelAverager, 4"),
+    *("diloco, overlapped, 2, sockets", "streaming_diloco, 2", "sparseloco, 2", "drift, 2"),
     "PostLocalSGDOptimizer, 4",
 ]
 
@@ -40,6 +42,14 @@ def test_trainings_give_what_they_gave_before(names: list[str]) -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert f"{len(names or CASES)} trainings, 0 differ" in run.stdout
+
+
+def test_every_recipe_and_reducer_is_recorded() -> None:
+    """Who adds one adds a training of it."""
+    told = " ".join(CASES).lower().replace("local sgd", "post_local_sgd")
+    assert not [name for name in RECIPES if name not in told]
+    known = {"int8", "int4", "int2", "ternary", "topk", "cast", "mean", "resident", "randommask"}
+    assert not [name for name in known if name not in told]
 
 
 def test_what_differs_is_told() -> None:

@@ -27,6 +27,7 @@ from loosestep.reducers import (
     Int4,
     Int8,
     Mean,
+    RandomMask,
     ReplicaFeedback,
     Resident,
     Ternary,
@@ -35,6 +36,7 @@ from loosestep.reducers import (
 )
 
 STEPS = 8
+SPARSE = ErrorFeedback(TopK(64 / 4096, bits=2), decay=0.95)
 SHAPES = {"matrix": (37, 29), "vector": (101,), "scalar": (), "cube": (5, 7, 3), "large": (3000,)}
 
 
@@ -129,6 +131,11 @@ def attached(make: Callable[[ls.Topology], ls.Strategy]) -> Callable[[], torch.n
         return model
 
     return train
+
+
+def recipe(make: Callable[..., ls.Strategy], *args: Any, **options: Any) -> Any:
+    """Train with a recipe."""
+    return attached(lambda levels: make(*args, topology=levels, **options))
 
 
 def averaged_by(reducer: Callable[[], Any], **options: Any) -> Callable[[], torch.nn.Module]:
@@ -263,6 +270,15 @@ CASES: dict[str, Case] = {
         "sockets",
     ),
     "optimizer state and buffers, 2": Case(2, attached(state_averaged)),
+    "diloco, 3": Case(3, recipe(ls.diloco, 3)),
+    "diloco, overlapped, 2, sockets": Case(2, recipe(ls.diloco, 3, overlap_steps=2), "sockets"),
+    "streaming_diloco, 2": Case(2, recipe(ls.streaming_diloco, 4, 2, overlap_steps=3)),
+    "slowmo, 2": Case(2, recipe(ls.slowmo, 3)),
+    "snoo, 2": Case(2, recipe(ls.snoo, 3, gradient_reducer=Mean())),
+    "muloco, 3": Case(3, recipe(ls.muloco, 3, reducer=ErrorFeedback(Int2()))),
+    "sparseloco, 2": Case(2, recipe(ls.sparseloco, 3, reducer=SPARSE)),
+    "desloc, 2": Case(2, recipe(ls.desloc, 2, optimizer_state={"momentum_buffer": 2})),
+    "drift, 2": Case(2, recipe(ls.diloco, schedules.drift(0.05, start=3))),
     # Overlap
     "overlap, 2": Case(2, averaged_by(Mean, overlap_steps=2)),
     "overlap by int4, 4, sockets": Case(4, averaged_by(Int4, overlap_steps=1), "sockets"),
@@ -312,6 +328,7 @@ CASES: dict[str, Case] = {
         4, zero_hook(ls.hook_with_zero_step_interleaved), "sockets"
     ),
     "zero, 3": Case(3, zero_attached(None)),
+    "RandomMask, 3": Case(3, averaged_by(lambda: RandomMask(0.1))),
     "zero with a period, 4": Case(4, zero_attached(3)),
     # Names of torch.distributed
     "PeriodicModelAverager, 3": Case(3, periodic),
