@@ -9,7 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from loosestep import PeriodicModelAverager, Strategy, attach, ddp
+from loosestep import (
+    PeriodicModelAverager,
+    Strategy,
+    attach,
+    ddp,
+    diloco,
+    sparseloco,
+    streaming_diloco,
+)
 from loosestep.reducers import (
     ErrorFeedback,
     Int2,
@@ -19,7 +27,7 @@ from loosestep.reducers import (
     ReplicaFeedback,
     TwoLevel,
 )
-from loosestep.schedules import every
+from loosestep.schedules import drift, every
 from loosestep.testing import RankPool
 from tests.support.oracle import Net, equal, loss_of, make_net, sgd, snapshot
 from tests.support.pairs import in_pairs
@@ -32,6 +40,12 @@ MAKE: dict[str, Callable[[], Reducer]] = {
     "by chance": lambda: Int8(rounding="stochastic"),
     "feedback by chance": lambda: ErrorFeedback(Int8(rounding="stochastic")),
     "replica feedback": lambda: ReplicaFeedback(Int2()),
+}
+MAKE_STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "diloco": lambda: diloco(2),
+    "streaming_diloco": lambda: streaming_diloco(4, 2, overlap_steps=3),
+    "sparseloco": lambda: sparseloco(2),
+    "drift": lambda: diloco(drift(0.05, start=2)),
 }
 MAKE_GRADIENTS: dict[str, Callable[[], Reducer]] = {
     "feedback": lambda: ErrorFeedback(Int4()),
@@ -113,6 +127,22 @@ def alike(name: str, way: str) -> bool:
 def test_one_strategy_serves_two_models(pool: RankPool, name: str, way: str) -> None:
     """One after the other and at the same time, under attach and with averagers."""
     assert pool.run(2, alike, name, way) == [True, True]
+
+
+def recipes_alike(name: str) -> bool:
+    """Say so of a recipe that remembers more than its reducer does."""
+    make = MAKE_STRATEGIES[name]
+    strategy = make()
+    return all(
+        same(run(strategy, strategy), run(make(), make()))
+        for run in (one_after_the_other, side_by_side)
+    )
+
+
+@pytest.mark.parametrize("name", MAKE_STRATEGIES)
+def test_one_recipe_serves_two_models(pool: RankPool, name: str) -> None:
+    """Anchors, momentum, fragments and periods belong to a run."""
+    assert pool.run(2, recipes_alike, name) == [True, True]
 
 
 def gradients_alike(name: str) -> bool:

@@ -214,11 +214,16 @@ class Engine:
         average.commit()  # residuals become valid with what they belong to
         self._num_syncs[averager.name] += 1
         self._telemetry.synced(self._clock.step, name, began, traffic)
+        self._count_memory(name)
         self.replica.forget_state()
         widest = self.averager(self.widest).peers.global_ranks
         self._synced_step = -1
         if averager.peers.global_ranks == widest and equal:
             self._synced_step, self._common_step = self._last_step, self._clock.step
+
+    def _count_memory(self, level: str) -> None:
+        kept = [held.nbytes for name, held in self._kept.items() if level_of(name) == level]
+        self._telemetry.kept(level, sum(kept) + self._overlap.nbytes)
 
     def _anchor_narrower(self, level: str, parts: Parts) -> None:
         """Let outer optimizers of narrower levels go on from where a wider average has led."""
@@ -234,7 +239,9 @@ class Engine:
         self.replica.landed()
         self._hear(flight.step, flight.observed)
         seconds = {"seconds": flight.seconds, "seconds_waited": flight.seconds_waited}
-        self._telemetry.averaged(flight.step, level_of(flight.level), flight.traffic, **seconds)
+        level = level_of(flight.level)
+        self._telemetry.averaged(flight.step, level, flight.traffic, **seconds)
+        self._count_memory(level)
         self.replica.forget_state()
         if flight.level == self.widest:
             self._common_step = max(self._common_step, flight.step)

@@ -39,6 +39,7 @@ class LevelTotals:
     last_drift: float | None = None
     seconds_waited: float = 0.0
     peak_bytes_sent: int = 0  # for what was launched at one step
+    bytes_kept: int = 0  # of memory beside the model from sync to sync: anchors, residuals, ...
 
     def add(self, record: SyncRecord) -> None:
         """Count one more sync."""
@@ -104,6 +105,10 @@ class Telemetry:
                 seconds_waited=seconds_waited,
             )
         )
+
+    def kept(self, level: str, num_bytes: int) -> None:
+        """Note how much memory averages of parameters on a level keep from sync to sync."""
+        self.totals.setdefault(f"parameters/{level}", LevelTotals()).bytes_kept = num_bytes
 
     def metrics(self) -> dict[str, dict[str, Any]]:
         """Return the totals as plain data, by ``kind/level``."""
