@@ -30,7 +30,7 @@ from loosestep import (
     streaming_diloco,
     zero,
 )
-from loosestep.outer import Delta, Eager, Mix, nesterov
+from loosestep.outer import Delta, Eager, Gate, InverseNorm, Mix, nesterov
 from loosestep.reducers import Mean
 from loosestep.schedules import every
 from loosestep.strategy import recipes
@@ -160,6 +160,17 @@ def make_zero_diloco(topology: Topology) -> Strategy:
     return dataclasses.replace(make_zero_periodic(topology), outer=nesterov())
 
 
+def make_gated(topology: Topology) -> Strategy:
+    """Return one that leaves out, clips and weighs: after 10 syncs, so syncs are frequent."""
+    gate = Gate(z=0.1, clip=0.1, weigh=InverseNorm())
+    return dataclasses.replace(diloco(1, topology=topology, gate=gate), optimizer_state="average")
+
+
+def make_gated_late(topology: Topology) -> Strategy:
+    late = streaming_diloco(4, 2, topology=topology, overlap_steps=1)
+    return dataclasses.replace(late, gate=Gate(z=None, clip=0.05, weigh=InverseNorm()))
+
+
 RECIPES: dict[str, Make] = {
     "ddp": make_ddp,
     "post_local_sgd": make_post_local,
@@ -187,6 +198,8 @@ RECIPES: dict[str, Make] = {
     "snoo": make_snoo,
     "muloco": make_muloco,
     "desloc": make_desloc,
+    "diloco, gated": make_gated,
+    "streaming_diloco, gated": make_gated_late,
 }
 
 

@@ -59,7 +59,7 @@ from loosestep import (
     zero,
 )
 from loosestep.compat.averagers import Options
-from loosestep.outer import Delta, Mix, Outer, nesterov
+from loosestep.outer import Delta, Gate, Mix, Outer, nesterov
 from loosestep.reducers import (
     Cast,
     ErrorFeedback,
@@ -78,11 +78,14 @@ from loosestep.reducers import (
 from loosestep.schedules import (
     Due,
     Fragments,
+    adacomm,
     after,
     always,
+    drift,
     every,
     fragments_of,
     levels,
+    qsr,
     streaming,
 )
 from loosestep.sync.averager import Averager
@@ -148,6 +151,7 @@ PURE: dict[str, Case] = {
             "sharding": None,
             "gradient_reducer": None,
             "outer": None,
+            "gate": None,
             "fragments": None,
             "overlap_steps": 0,
             "arrival": Delta(),
@@ -192,7 +196,7 @@ PURE: dict[str, Case] = {
             "on_nonfinite": "raise",
         },
     ),
-    "diloco": (diloco, {"period": 4, **OUTER_RECIPE, "optimizer_state": "keep"}),
+    "diloco": (diloco, {"period": 4, **OUTER_RECIPE, "gate": None, "optimizer_state": "keep"}),
     "streaming_diloco": (
         streaming_diloco,
         {"period": 4, "num_fragments": 2, **OUTER_RECIPE, "fragments": None, "arrival": None},
@@ -235,6 +239,7 @@ PURE: dict[str, Case] = {
         Outer,
         {"optimizer": torch.optim.SGD, "scheduler": None, "device": None, "lr": 0.7},
     ),
+    "outer.Gate": (Gate, {"z": 3.0, "clip": 1.0, "weigh": None, "history": 100}),
     "outer.Mix": (Mix, {"alpha": 0.5}),
     "outer.nesterov": (nesterov, {"lr": 0.7, "momentum": 0.9}),
     "outer.slowmo": (loosestep.outer.slowmo, {"lr": 1.0, "momentum": 0.5}),
@@ -246,6 +251,9 @@ PURE: dict[str, Case] = {
         streaming,
         {"period": 4, "num_fragments": 2, "level": "world", "gradients": None},
     ),
+    "adacomm": (adacomm, {"period": 8, "interval": 10, "shrink": 0.5}),
+    "drift": (drift, {"target": 0.1, "start": 8, "least": 1, "most": 64}),
+    "qsr": (qsr, {"h_base": 2, "alpha": 0.1}),
     "Fragments": (Fragments, {"num": 2, "whole": None}),
     "fragments_of": (fragments_of, {"names": [["a"], ["b"]]}),
     "Due": (Due, {"gradients": None, "parameters": "world", "fragment": None}),
@@ -484,6 +492,10 @@ LEFT_OUT = {
     "ModelAverager": "abstract; its two kinds are there",
     "post_localSGD_hook": "called by DDP",
     "Schedule": "a protocol",
+    "Rule": "abstract, without arguments",
+    "Observed": "handed to a rule",
+    "outer.Arrival": "takes no arguments",
+    "outer.InverseNorm": "takes no arguments",
     "Reducer": "abstract, without arguments",
     "Handle": "abstract, without arguments",
     "State": "takes no arguments",

@@ -33,12 +33,15 @@ average_parameters average_parameters_or_parameter_groups ddp desloc diloco get_
 gradient_hook hierarchical_sgd hook_with_zero_step hook_with_zero_step_interleaved muloco
 post_localSGD_hook post_local_sgd slowmo snoo streaming_diloco zero
 """.split()
-OUTER = "Arrival Delta Eager Mix Outer nesterov slowmo".split()
+OUTER = "Arrival Delta Eager Gate InverseNorm Mix Outer nesterov slowmo".split()
 REDUCERS = """
 Cast ErrorFeedback Handle Hosts Int2 Int4 Int8 Mean Message NOTHING Named Native Peers Place Reducer
 ReplicaFeedback Resident Rounding State Ternary TopK Traffic Transfer TwoLevel
 """.split()
-SCHEDULES = "Due Fragments Schedule after always every fragments_of levels streaming".split()
+SCHEDULES = """
+Due Fragments Observed Rule Schedule adacomm after always drift every fragments_of levels qsr
+streaming
+""".split()
 
 # A package imports only those that stand before it; nobody imports the last one.
 PACKAGES = """

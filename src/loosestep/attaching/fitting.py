@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 from loosestep.comm.reducers import check_hosts_fit
 from loosestep.comm.reducers.reducer import compresses
-from loosestep.comm.sharded_types import check_not_old_fsdp
+from loosestep.comm.sharded_types import check_not_old_fsdp, is_dtensor
 from loosestep.errors import NotAttachable
 from loosestep.gradients.ddp import check_in_no_ddp
+from loosestep.sharding.recognize import is_sharded
 from loosestep.strategy.strategy import Strategy
 from loosestep.strategy.topology import Topology
 
@@ -63,6 +64,13 @@ def check_fits(
         raise NotAttachable("this optimizer is attached already; detach() it first")
     for run in attached:
         _check_beside(model, strategy, run)
+    if strategy.gate is not None and (
+        is_sharded(optimizer) or any(map(is_dtensor, model.parameters()))
+    ):
+        raise NotAttachable(
+            f"{strategy.gate} judges whole replicas, and these are sharded: each shard has its own "
+            "ranks, which could come to another verdict; leave the gate away, or do not shard"
+        )
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     trained = [p for p in model.parameters() if p.requires_grad]
     if trained and not any(id(p) in stepped for p in trained):
@@ -104,6 +112,17 @@ def _check_beside(model: torch.nn.Module, strategy: Strategy, other: Attachment)
         )
 
 
+def _check_gate(strategy: Strategy, known: Sequence[str]) -> None:
+    """Raise where the gate's level has no anchors from which norms could be taken."""
+    averaging = [level for level in known if level in strategy.schedule.parameter_levels()]
+    if averaging[-1] not in strategy.outer_by_level(averaging):
+        raise ValueError(
+            f"{strategy.gate} stands before {averaging[-1]!r}, the widest level that averages, and "
+            f"outer has {sorted(strategy.outer_by_level(averaging))} only; give that level an "
+            "outer optimizer too"
+        )
+
+
 def check_scaler(scaler: torch.amp.GradScaler | None, strategy: Strategy) -> None:
     """Raise where a scaler would never see the infinities that it looks for."""
     reducer = strategy.gradient_reducer
@@ -126,6 +145,8 @@ def check_levels(strategy: Strategy, topology: Topology) -> None:
                 f"the schedule names the level {level!r}, which the topology does not have; "
                 f"it has {known}"
             )
+    if strategy.gate is not None:
+        _check_gate(strategy, known)
     for reducer, levels in (
         (strategy.gradient_reducer, schedule.gradient_levels()),
         (strategy.reducer, schedule.parameter_levels()),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from loosestep.comm.reducers import Reducer
     from loosestep.strategy.arrivals import Arrival
     from loosestep.strategy.fragments import Fragments
+    from loosestep.strategy.gate import Gate
     from loosestep.strategy.outer_rules import Outer
     from loosestep.strategy.periods import Rule
     from loosestep.strategy.policies import Sharding
@@ -137,6 +138,7 @@ def diloco(
     period: int | Rule = 100,
     *,
     outer: Outer | None = None,
+    gate: Gate | None = None,
     warmup_steps: int = 0,
     gradients: str | None = None,
     topology: Topology | None = None,
@@ -149,7 +151,8 @@ def diloco(
     """Train locally for ``period`` steps, then let an outer optimizer step from all replicas' mean.
 
     ``outer`` is Nesterov (rate 0.7, momentum 0.9) unless given. DiLoCo,
-    https://arxiv.org/abs/2311.08105.
+    https://arxiv.org/abs/2311.08105. With a ``gate`` for bad workers: EDiT,
+    https://arxiv.org/abs/2412.07210.
 
     >>> diloco(100).outer
     Outer(SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -163,6 +166,7 @@ def diloco(
         reducer=reducer,
         gradient_reducer=gradient_reducer,
         outer=nesterov() if outer is None else outer,
+        gate=gate,
         optimizer_state=optimizer_state,
         overlap_steps=overlap_steps,
         on_nonfinite=on_nonfinite,
@@ -365,6 +369,7 @@ def _strategy(
     reducer: Reducer | None = None,
     gradient_reducer: Reducer | None = None,
     outer: Outer | None = None,
+    gate: Gate | None = None,
     optimizer_state: str | Mapping[str, int] = "keep",
     fragments: Fragments | None = None,
     overlap_steps: int = 0,
@@ -382,6 +387,7 @@ def _strategy(
         reducer=TwoLevel() if reducer is None else reducer,
         gradient_reducer=gradient_reducer,
         outer=outer,
+        gate=gate,
         optimizer_state=optimizer_state,
         fragments=fragments,
         overlap_steps=overlap_steps,

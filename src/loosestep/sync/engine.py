@@ -30,6 +30,7 @@ from loosestep.errors import RankMismatch
 from loosestep.strategy.arrivals import Arrival, Delta
 from loosestep.strategy.clock import Clock
 from loosestep.strategy.fragments import Fragments
+from loosestep.strategy.gate import Gate
 from loosestep.strategy.outer_rules import Outer
 from loosestep.strategy.policies import Initial
 from loosestep.strategy.timetable import Timetable
@@ -57,6 +58,7 @@ class Settings:
     reducer: Reducer
     on_nonfinite: NonFinite = NonFinite.RAISE
     outer: Mapping[str, Outer] = field(default_factory=dict)  # by level; none: the mean itself
+    gate: Gate | None = None  # who has a say on the widest level; None: everybody
     fragments: Fragments | None = None  # what averages at once; None: all that takes part
     overlap_steps: int = 0  # from a launch to applying it; 0: a sync is done at once
     arrival: Arrival = field(default_factory=Delta)  # what becomes of parameters then
@@ -174,7 +176,7 @@ class Engine:
         agreed = averager.agree(parts, Progress(step, observed=observed))
         average = self.replica.launch(agreed, averager, self.averager)
         whole = fragment is None and not self._leaves_apart
-        self.commit(average, averager, level, began, equal=whole)
+        self.commit(average, averager, level, began, equal=whole, left_out=agreed.left_out)
         self._hear(step, [header.observed for header in agreed.headers])
         self._anchor_narrower(level, parts)
 
@@ -204,16 +206,24 @@ class Engine:
         return parts.only(lambda name: of.get(parameter_of(name), last) == fragment)
 
     def commit(
-        self, average: Average, averager: Averager, name: str, began: float, *, equal: bool
+        self,
+        average: Average,
+        averager: Averager,
+        name: str,
+        began: float,
+        *,
+        equal: bool,
+        left_out: Sequence[int] = (),
     ) -> None:
         """Let the mean come, and only then believe it.
 
-        ``name`` is what telemetry calls it; ``equal``: all replicas are, afterwards.
+        ``name`` is what telemetry calls it; ``equal``: all replicas are, afterwards; ``left_out``
+        are the global ranks that have no say in it.
         """
         traffic = average.wait()  # PeerLost: what reducers remember is as it was before
         average.commit()  # residuals become valid with what they belong to
         self._num_syncs[averager.name] += 1
-        self._telemetry.synced(self._clock.step, name, began, traffic)
+        self._telemetry.synced(self._clock.step, name, began, traffic, left_out)
         self.replica.forget_state()
         widest = self.averager(self.widest).peers.global_ranks
         self._synced_step = -1
@@ -234,7 +244,8 @@ class Engine:
         self.replica.landed()
         self._hear(flight.step, flight.observed)
         seconds = {"seconds": flight.seconds, "seconds_waited": flight.seconds_waited}
-        self._telemetry.averaged(flight.step, level_of(flight.level), flight.traffic, **seconds)
+        name, left_out = level_of(flight.level), flight.left_out
+        self._telemetry.averaged(flight.step, name, flight.traffic, left_out=left_out, **seconds)
         self.replica.forget_state()
         if flight.level == self.widest:
             self._common_step = max(self._common_step, flight.step)
@@ -307,7 +318,8 @@ class Engine:
         else:
             average = self.replica.launch(agreed, averager, self.averager)
         equal = fragment is None and (done or not self._leaves_apart)
-        self.commit(average, averager, name or level, began, equal=equal)
+        out = agreed.left_out
+        self.commit(average, averager, name or level, began, equal=equal, left_out=out)
         self._hear(step, [header.observed for header in agreed.headers])
         self._anchor_narrower(level, parts)
         return done
@@ -436,7 +448,9 @@ class Engine:
     def _keep(self, name: str) -> Kept:
         """Return what averages on a level keep; those of shards go by the level they cross."""
         if name not in self._kept:
-            self._kept[name] = Kept(self._settings.outer.get(level_of(name)))
+            level = level_of(name)
+            gate = self._settings.gate if level == self.widest else None
+            self._kept[name] = Kept(self._settings.outer.get(level), gate)
         return self._kept[name]
 
     def _exact(self) -> Averager:
