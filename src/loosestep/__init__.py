@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         diloco,
         hierarchical_sgd,
         muloco,
+        noloco,
         post_local_sgd,
         slowmo,
         snoo,
@@ -105,6 +106,7 @@ __all__ = [
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "muloco",
+    "noloco",
     "post_localSGD_hook",
     "post_local_sgd",
     "slowmo",
@@ -134,7 +136,8 @@ _HOMES = {
     "strategy.clock": "Clock",
     "strategy.policies": "Buffers Initial OptimizerState Sharding",
     "strategy.recipes": (
-        "ddp desloc diloco hierarchical_sgd muloco post_local_sgd slowmo snoo streaming_diloco zero"
+        "ddp desloc diloco hierarchical_sgd muloco noloco post_local_sgd slowmo snoo "
+        "streaming_diloco zero"
     ),
     "strategy.strategy": "Strategy",
     "strategy.topology": "Topology",

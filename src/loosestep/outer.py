@@ -2,6 +2,7 @@
 
 from loosestep.strategy.arrivals import Arrival, Delta, Eager, Mix
 from loosestep.strategy.gate import Gate, InverseNorm
+from loosestep.strategy.gossip import Gossip, NoLoCo
 from loosestep.strategy.outer_rules import Outer, nesterov, slowmo
 
 __all__ = [
@@ -9,8 +10,10 @@ __all__ = [
     "Delta",
     "Eager",
     "Gate",
+    "Gossip",
     "InverseNorm",
     "Mix",
+    "NoLoCo",
     "Outer",
     "nesterov",
     "slowmo",

@@ -24,13 +24,14 @@ from loosestep import (
     diloco,
     hierarchical_sgd,
     muloco,
+    noloco,
     post_local_sgd,
     slowmo,
     snoo,
     streaming_diloco,
     zero,
 )
-from loosestep.outer import Delta, Eager, Gate, InverseNorm, Mix, nesterov
+from loosestep.outer import Delta, Eager, Gate, Gossip, InverseNorm, Mix, nesterov
 from loosestep.reducers import Mean
 from loosestep.schedules import every
 from loosestep.strategy import recipes
@@ -171,6 +172,16 @@ def make_gated_late(topology: Topology) -> Strategy:
     return dataclasses.replace(late, gate=Gate(z=None, clip=0.05, weigh=InverseNorm()))
 
 
+def make_noloco(topology: Topology) -> Strategy:
+    return noloco(2, topology=topology)
+
+
+def make_gossip(topology: Topology) -> Strategy:
+    return Strategy(
+        schedule=every(3), topology=topology, gossip=Gossip(), optimizer_state="average"
+    )
+
+
 RECIPES: dict[str, Make] = {
     "ddp": make_ddp,
     "post_local_sgd": make_post_local,
@@ -198,6 +209,8 @@ RECIPES: dict[str, Make] = {
     "snoo": make_snoo,
     "muloco": make_muloco,
     "desloc": make_desloc,
+    "noloco": make_noloco,
+    "gossip": make_gossip,
     "diloco, gated": make_gated,
     "streaming_diloco, gated": make_gated_late,
 }
@@ -465,7 +478,10 @@ def run_out_of_batches(recipe: str, batches: list[int]) -> dict[str, torch.Tenso
 @pytest.mark.parametrize(
     ("recipe", "batches"),
     in_pairs(
-        ["local_sgd", "hierarchical_sgd", "local_sgd, overlapped", "hierarchical_sgd, overlapped"],
+        [
+            *("local_sgd", "hierarchical_sgd", "local_sgd, overlapped"),
+            *("hierarchical_sgd, overlapped", "noloco", "gossip"),
+        ],
         [[7, 12, 3], [1, 20, 20], [7, 7, 7]],
     ),
 )

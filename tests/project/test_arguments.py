@@ -51,6 +51,7 @@ from loosestep import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
     muloco,
+    noloco,
     post_local_sgd,
     schedules,
     slowmo,
@@ -59,7 +60,7 @@ from loosestep import (
     zero,
 )
 from loosestep.compat.averagers import Options
-from loosestep.outer import Delta, Gate, Mix, Outer, nesterov
+from loosestep.outer import Delta, Gate, Gossip, Mix, NoLoCo, Outer, nesterov
 from loosestep.reducers import (
     Cast,
     ErrorFeedback,
@@ -152,6 +153,7 @@ PURE: dict[str, Case] = {
             "gradient_reducer": None,
             "outer": None,
             "gate": None,
+            "gossip": None,
             "fragments": None,
             "overlap_steps": 0,
             "arrival": Delta(),
@@ -235,11 +237,25 @@ PURE: dict[str, Case] = {
             "on_nonfinite": "raise",
         },
     ),
+    "noloco": (
+        noloco,
+        {
+            "period": 4,
+            "alpha": 0.5,
+            "beta": 0.7,
+            "gamma": 0.9,
+            "warmup_steps": 0,
+            "topology": None,
+            "on_nonfinite": "raise",
+        },
+    ),
     "outer.Outer": (
         Outer,
         {"optimizer": torch.optim.SGD, "scheduler": None, "device": None, "lr": 0.7},
     ),
     "outer.Gate": (Gate, {"z": 3.0, "clip": 1.0, "weigh": None, "history": 100}),
+    "outer.Gossip": (Gossip, {"step": None}),
+    "outer.NoLoCo": (NoLoCo, {"alpha": 0.5, "beta": 0.7, "gamma": 0.9}),
     "outer.Mix": (Mix, {"alpha": 0.5}),
     "outer.nesterov": (nesterov, {"lr": 0.7, "momentum": 0.9}),
     "outer.slowmo": (loosestep.outer.slowmo, {"lr": 1.0, "momentum": 0.5}),

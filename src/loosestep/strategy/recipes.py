@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from loosestep.strategy.arrivals import Arrival
     from loosestep.strategy.fragments import Fragments
     from loosestep.strategy.gate import Gate
+    from loosestep.strategy.gossip import Gossip
     from loosestep.strategy.outer_rules import Outer
     from loosestep.strategy.periods import Rule
     from loosestep.strategy.policies import Sharding
@@ -336,6 +337,35 @@ def desloc(
     )
 
 
+def noloco(
+    period: int = 50,
+    *,
+    alpha: float = 0.5,
+    beta: float = 0.7,
+    gamma: float = 0.9,
+    warmup_steps: int = 0,
+    topology: Topology | None = None,
+    on_nonfinite: str = "raise",
+) -> Strategy:
+    """Train locally for ``period`` steps, then average with one peer, another one every time.
+
+    Slow weights take a step with momentum ``alpha`` and rate ``beta``, and move to the partner's by
+    ``gamma``. Replicas differ until ``finalize``. NoLoCo, https://arxiv.org/abs/2506.10911.
+
+    >>> noloco(50).gossip
+    Gossip(step=NoLoCo(alpha=0.5, beta=0.7, gamma=0.9))
+    """
+    from loosestep.strategy.gossip import Gossip, NoLoCo
+
+    world = _widest(topology)
+    return _strategy(
+        after(warmup_steps, every(period, world), always(gradients=world)),
+        topology,
+        gossip=Gossip(NoLoCo(alpha, beta, gamma)),
+        on_nonfinite=on_nonfinite,
+    )
+
+
 RECIPES: dict[str, Callable[..., Strategy]] = {
     recipe.__name__: recipe
     for recipe in (
@@ -349,6 +379,7 @@ RECIPES: dict[str, Callable[..., Strategy]] = {
         snoo,
         muloco,
         desloc,
+        noloco,
     )
 }
 
@@ -370,6 +401,7 @@ def _strategy(
     gradient_reducer: Reducer | None = None,
     outer: Outer | None = None,
     gate: Gate | None = None,
+    gossip: Gossip | None = None,
     optimizer_state: str | Mapping[str, int] = "keep",
     fragments: Fragments | None = None,
     overlap_steps: int = 0,
@@ -388,6 +420,7 @@ def _strategy(
         gradient_reducer=gradient_reducer,
         outer=outer,
         gate=gate,
+        gossip=gossip,
         optimizer_state=optimizer_state,
         fragments=fragments,
         overlap_steps=overlap_steps,

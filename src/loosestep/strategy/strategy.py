@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loosestep.comm.reducers import (
+    Mean,
     NonFinite,
     Reducer,
     TwoLevel,
@@ -18,6 +19,7 @@ from loosestep.errors import check_instance, check_whole, choose
 from loosestep.strategy.arrivals import Arrival, Delta
 from loosestep.strategy.fragments import Fragments
 from loosestep.strategy.gate import Gate
+from loosestep.strategy.gossip import Gossip
 from loosestep.strategy.outer_rules import Outer, check_outer
 from loosestep.strategy.policies import (
     Buffers,
@@ -51,6 +53,7 @@ class Strategy:
     gradient_reducer: Reducer | None = None  # how gradients are; None: the backend's all-reduce
     outer: Outer | Mapping[str, Outer] | None = None  # on the widest level, or by level
     gate: Gate | None = None  # who has a say on the widest level that averages; None: everybody
+    gossip: Gossip | None = None  # given: a sync averages with one peer, who rotates
     fragments: Fragments | None = None  # the parts of a schedule that has some; None: by bytes
     overlap_steps: int = 0  # more: longer hidden behind training, applied later; 0: at once
     arrival: Arrival = field(default_factory=Delta)  # what becomes of parameters then
@@ -87,6 +90,7 @@ class Strategy:
             self.gradient_reducer,
             self.outer,
             self.gate,
+            self.gossip,
             self.fragments,
         ):
             if re.search(r" at 0x[0-9a-f]+", repr(part)):
@@ -106,6 +110,7 @@ class Strategy:
         policy = choose(NonFinite, self.on_nonfinite)
         object.__setattr__(self, "on_nonfinite", policy)
         check_policy(self.reducer, policy)
+        self._check_gossip(policy)
         check_can_overlap(self.overlap_steps, self.reducer, policy, state)
         if self.gate is not None and self.overlap_steps and policy is NonFinite.PASS:
             raise ValueError(
@@ -141,6 +146,40 @@ class Strategy:
                 f"{self.gate} judges whole replicas, and a sharded optimizer averages shards, "
                 "each with its own ranks; leave gate or sharding away"
             )
+
+    def _check_gossip(self, policy: NonFinite) -> None:
+        """Raise where pairs that change from sync to sync cannot do what else is asked for."""
+        if self.gossip is None:
+            return
+        check_instance("gossip", self.gossip, Gossip, "one such as Gossip(), or None")
+        schedule = self.schedule
+        pairs = f"{self.gossip} averages with one peer at a time, who changes"
+        if len(schedule.parameter_levels()) != 1 or schedule.num_fragments > 1:
+            raise ValueError(
+                f"{pairs}, on one level and all parameters at once; give a schedule such as "
+                f"every(8), got {schedule}"
+            )
+        if schedule.timetable().adaptive:
+            raise ValueError(f"{pairs}, at steps known before; give a fixed period, got {schedule}")
+        if self.outer is not None:
+            raise ValueError(
+                f"{pairs}, and {self.outer} steps from anchors that all replicas have in common; "
+                "give gossip=Gossip(NoLoCo()), whose step is made for pairs, and no outer"
+            )
+        if self.reducer not in (Mean(), TwoLevel()):
+            raise ValueError(
+                f"{pairs}, so there is nothing in common that {self.reducer} could go by; give "
+                "reducer=Mean()"
+            )
+        if self.overlap_steps:
+            raise ValueError(f"{pairs}, and is waited for; give overlap_steps=0, or no gossip")
+        if policy is NonFinite.SKIP:
+            raise ValueError(
+                f"{pairs}: a pair of which both are skipped would have no mean; use "
+                "on_nonfinite='raise'"
+            )
+        if self.sharding is not None:
+            raise ValueError(f"{pairs}: whole replicas; leave gossip or sharding away")
 
     def _check_fragments(self) -> None:
         """Raise where parts and the schedule of their turns do not fit each other."""
@@ -192,7 +231,9 @@ class Strategy:
         gradients = "" if self.gradient_reducer is None else f" by {self.gradient_reducer}"
         outer = "" if not self.outer else f" outer={self.outer}"
         gate = "" if self.gate is None else f" {self.gate}"
-        return f"{self.schedule}{gradients} {self.reducer} {named}{parts}{overlap}{outer}{gate}"
+        pairs = "" if self.gossip is None else f" {self.gossip}"
+        late = f"{parts}{overlap}{outer}{gate}{pairs}"
+        return f"{self.schedule}{gradients} {self.reducer} {named}{late}"
 
     @property
     def parts(self) -> Fragments | None:

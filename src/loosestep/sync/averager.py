@@ -203,6 +203,10 @@ class Averager:
             bound = self._bind(parts)  # the reducer may have moved them
         return Agreed(bound, headers, at.step, parts.firsts, say)
 
+    def take_over(self, agreed: Agreed, parts: Parts) -> Agreed:
+        """Return what a wider group has agreed to average, for those here and these tensors."""
+        return replace(agreed, bound=self._bind(parts), firsts=parts.firsts)
+
     def _bind(self, parts: Parts) -> Bound:
         """Return what was made for these tensors before, or make it."""
         bound = self._binder.bind(parts)

@@ -15,8 +15,10 @@ import torch
 
 from loosestep.comm.reducers import NOTHING, Reducer, State
 from loosestep.strategy.gate import Gate, History
+from loosestep.strategy.gossip import NoLoCo
 from loosestep.strategy.outer_rules import Outer
 from loosestep.sync.outer_steps import OuterState
+from loosestep.sync.slow_weights import SlowWeights
 
 if TYPE_CHECKING:
     from loosestep.sync.jobs import Job
@@ -46,16 +48,19 @@ class GateState:
 
 
 class Kept:
-    """References, where differences are sent, what the reducer remembers, and the outer optimizer.
+    """References, where differences are sent, the reducer's state, and those of outer steps.
 
     Averagers come and go with their process groups; this stays, and is saved and loaded. What is
     loaded before the reducer has seen the tensors waits for that.
     """
 
-    def __init__(self, outer: Outer | None = None, gate: Gate | None = None) -> None:
+    def __init__(
+        self, outer: Outer | None = None, gate: Gate | None = None, pair: NoLoCo | None = None
+    ) -> None:
         self.references = References()
         self.outer = None if outer is None else OuterState(outer)
         self.gate = None if gate is None else GateState(gate)
+        self.slow = None if pair is None else SlowWeights(pair)
         self._state: State | None = None
         self._loaded: dict[str, Any] = {}
 
@@ -68,7 +73,8 @@ class Kept:
     def nbytes(self) -> int:
         """How much memory all of it takes."""
         outer = 0 if self.outer is None else self.outer.nbytes
-        return self.references.nbytes + self.state.nbytes + outer
+        slow = 0 if self.slow is None else self.slow.nbytes
+        return self.references.nbytes + self.state.nbytes + outer + slow
 
     def begin(self, state: State) -> None:
         """Take a reducer's first state, unless there is one already."""
@@ -79,6 +85,7 @@ class Kept:
     def describe(self, reducer: Reducer) -> str:
         """Return what of it must be equal on all ranks; empty: there is nothing."""
         outer = "" if self.outer is None else self.outer.describe()
+        outer = outer if self.slow is None else self.slow.describe()
         if self._state is None:
             return "what was loaded" if self._loaded else outer
         return " ".join(told for told in (reducer.describe(self._state), outer) if told)
@@ -89,7 +96,9 @@ class Kept:
         reducer = self._loaded if self._state is None else self._state.state_dict()
         outer = {} if self.outer is None else self.outer.state_dict()
         gate = {} if self.gate is None else self.gate.state_dict()
+        slow = {} if self.slow is None else self.slow.state_dict()
         kept = {"references": references, "reducer": reducer, "outer": outer, "gate": gate}
+        kept["slow"] = slow
         return {name: state for name, state in kept.items() if state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -101,6 +110,8 @@ class Kept:
             self.outer.load_state_dict(state_dict.get("outer", {}))
         if self.gate is not None:
             self.gate.load_state_dict(state_dict.get("gate", {}))
+        if self.slow is not None:
+            self.slow.load_state_dict(state_dict.get("slow", {}))
         loaded = dict(state_dict.get("reducer", {}))
         if self._state is None:
             self._loaded = loaded

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from loosestep.strategy.gate import History
+from loosestep.strategy.gossip import Gossip, NoLoCo
 from loosestep.strategy.outer_rules import Outer
 from loosestep.strategy.policies import Buffers, OptimizerState, choose_state
 from loosestep.strategy.strategy import Strategy
@@ -82,6 +83,8 @@ class Replicas:
         self._num_syncs: dict[tuple[str, int], int] = {}
         self._histories: dict[tuple[int, int], History] = {}  # of norms, by rank and fragment
         values = {name: dict(first.named_parameters())[name] for name in names}
+        slow = {name: (p.detach().clone(), torch.zeros_like(p)) for name, p in values.items()}
+        self._slow = {rank: dict(slow) for rank in topology.ranks}  # and momentum, in pairs
         self._outer = {
             (level, group, number): OuterSteps(rule, {name: values[name] for name in part})
             for level, rule in self._rules().items()
@@ -99,7 +102,7 @@ class Replicas:
         for rank, model in self.models.items():
             self.optimizers[rank].zero_grad()
             torch.autograd.backward(loss_of(model, rank, step))
-        schedule = self.strategy.schedule
+        strategy, schedule = self.strategy, self.strategy.schedule
         if (level := schedule(step).gradients) is not None:
             for group in self.topology.levels[level]:
                 _share_gradients([self.models[rank] for rank in group])
@@ -112,7 +115,10 @@ class Replicas:
             self._land(late)
         if due.parameters is not None:
             for group in self.topology.levels[due.parameters]:
-                self._sync(due.parameters, group, due.fragment or 0, finished)
+                if strategy.gossip is not None:
+                    self._gossip(due.parameters, group, strategy.gossip)
+                else:
+                    self._sync(due.parameters, group, due.fragment or 0, finished)
 
     @torch.no_grad()
     def _sync(self, level: str, group: tuple[int, ...], fragment: int, step: int) -> None:
@@ -148,6 +154,41 @@ class Replicas:
         if not tau and last:
             self._average_state(group, count, say)
         self._anchor_narrower(level, group, named[group[0]])
+
+    @torch.no_grad()
+    def _gossip(self, level: str, group: tuple[int, ...], gossip: Gossip) -> None:
+        """Average in the pairs whose turn it is."""
+        sync = self._num_syncs.get((level, 0), 0)
+        if group == self.topology.levels[level][-1]:
+            self._num_syncs[level, 0] = sync + 1
+        for indices in gossip.pairs(len(group), sync):
+            pair = [group[index] for index in indices]
+            say = dict.fromkeys(pair, 1.0)
+            named = {rank: self._parts(rank, 0) for rank in pair}
+            slow = {rank: self._slow[rank] for rank in pair} if gossip.step else {}
+            sent = {rank: {**named[rank], **self._blended(rank, gossip.step)} for rank in pair}
+            for name in named[pair[0]]:
+                mean = self._mean([sent[rank][name] for rank in pair], pair, name, say)
+                for rank in pair:
+                    if gossip.step is None or name not in self.fragments[0]:
+                        named[rank][name].copy_(mean)
+                        continue
+                    weights, delta = slow[rank][name]
+                    step = gossip.step.alpha * delta + gossip.step.gamma * (mean - weights)
+                    slow[rank][name] = (weights + step, step)
+                    named[rank][name].copy_(weights + step)
+            self._average_state(pair, sync + 1, say)
+
+    def _blended(self, rank: int, step: NoLoCo | None) -> Values:
+        """Return what a pair needs the mean of: slow weights, led on by the parameters."""
+        if step is None:
+            return {}
+        parameters = dict(self.models[rank].named_parameters())
+        ratio = step.beta / step.gamma
+        return {
+            name: weights + ratio * (parameters[name].detach() - weights)
+            for name, (weights, _) in self._slow[rank].items()
+        }
 
     def _gated(
         self, level: str, group: tuple[int, ...], fragment: int, named: dict[int, Values]
