@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         diloco,
         hierarchical_sgd,
         muloco,
+        noloco,
         post_local_sgd,
         slowmo,
         snoo,
@@ -106,6 +107,7 @@ __all__ = [
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "muloco",
+    "noloco",
     "post_localSGD_hook",
     "post_local_sgd",
     "slowmo",
@@ -136,7 +138,7 @@ _HOMES = {
     "strategy.clock": "Clock",
     "strategy.policies": "Buffers Initial OptimizerState Sharding",
     "strategy.recipes": (
-        "ddp desloc diloco hierarchical_sgd muloco post_local_sgd slowmo snoo sparseloco "
+        "ddp desloc diloco hierarchical_sgd muloco noloco post_local_sgd slowmo snoo sparseloco "
         "streaming_diloco zero"
     ),
     "strategy.strategy": "Strategy",

@@ -24,6 +24,7 @@ from loosestep import (
     diloco,
     hierarchical_sgd,
     muloco,
+    noloco,
     post_local_sgd,
     slowmo,
     snoo,
@@ -31,7 +32,7 @@ from loosestep import (
     streaming_diloco,
     zero,
 )
-from loosestep.outer import Delta, Eager, Mix, nesterov
+from loosestep.outer import Delta, Eager, Gate, Gossip, InverseNorm, Mix, nesterov
 from loosestep.reducers import Mean
 from loosestep.schedules import every
 from loosestep.strategy import recipes
@@ -166,6 +167,27 @@ def make_zero_diloco(topology: Topology) -> Strategy:
     return dataclasses.replace(make_zero_periodic(topology), outer=nesterov())
 
 
+def make_gated(topology: Topology) -> Strategy:
+    """Return one that leaves out, clips and weighs: after 10 syncs, so syncs are frequent."""
+    gate = Gate(z=0.1, clip=0.1, weigh=InverseNorm())
+    return dataclasses.replace(diloco(1, topology=topology, gate=gate), optimizer_state="average")
+
+
+def make_gated_late(topology: Topology) -> Strategy:
+    late = streaming_diloco(4, 2, topology=topology, overlap_steps=1)
+    return dataclasses.replace(late, gate=Gate(z=None, clip=0.05, weigh=InverseNorm()))
+
+
+def make_noloco(topology: Topology) -> Strategy:
+    return noloco(2, topology=topology)
+
+
+def make_gossip(topology: Topology) -> Strategy:
+    return Strategy(
+        schedule=every(3), topology=topology, gossip=Gossip(), optimizer_state="average"
+    )
+
+
 RECIPES: dict[str, Make] = {
     "ddp": make_ddp,
     "post_local_sgd": make_post_local,
@@ -194,6 +216,10 @@ RECIPES: dict[str, Make] = {
     "muloco": make_muloco,
     "sparseloco": make_sparseloco,
     "desloc": make_desloc,
+    "noloco": make_noloco,
+    "gossip": make_gossip,
+    "diloco, gated": make_gated,
+    "streaming_diloco, gated": make_gated_late,
 }
 
 
@@ -459,7 +485,10 @@ def run_out_of_batches(recipe: str, batches: list[int]) -> dict[str, torch.Tenso
 @pytest.mark.parametrize(
     ("recipe", "batches"),
     in_pairs(
-        ["local_sgd", "hierarchical_sgd", "local_sgd, overlapped", "hierarchical_sgd, overlapped"],
+        [
+            *("local_sgd", "hierarchical_sgd", "local_sgd, overlapped"),
+            *("hierarchical_sgd, overlapped", "noloco", "gossip"),
+        ],
         [[7, 12, 3], [1, 20, 20], [7, 7, 7]],
     ),
 )

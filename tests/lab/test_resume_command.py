@@ -100,14 +100,16 @@ def test_an_interrupted_run_saves_and_goes_on_to_the_same_losses(whole: Path, tm
 
 def test_a_killed_run_leaves_no_worker_and_goes_on_with_more_workers(whole: Path, tmp_path: Path):
     folder = tmp_path / "run"
-    with begun(*ARGUMENTS, "--out", folder) as process:
+    # Far more steps than there may be until it is killed, on a busy machine too.
+    with begun(*ARGUMENTS, "--steps", str(10 * STEPS), "--out", folder) as process:
         until(lambda: checkpoint.has_checkpoint(folder))
         workers = workers_of(process.pid)
         assert len(workers) == 2
         process.kill()
         until(lambda: not any(alive(worker) for worker in workers), seconds=10)
-    assert max(losses(folder)) < STEPS
-    done = call("train", "--resume", folder, "--workers", "3", "--out", tmp_path / "again")
+    assert max(losses(folder)) < 10 * STEPS
+    start, to_go = folder / f"checkpoints/step-{IN_FLIGHT:08d}", ("--steps", str(STEPS))
+    done = call("train", "--resume", start, "--workers", "3", "--out", tmp_path / "again", *to_go)
     assert (done.code, done.err) == (0, "")
     run = read_run(tmp_path / "again")
     assert sorted(run.records) == [0, 1, 2]

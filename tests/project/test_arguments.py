@@ -51,6 +51,7 @@ from loosestep import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
     muloco,
+    noloco,
     post_local_sgd,
     schedules,
     slowmo,
@@ -60,7 +61,7 @@ from loosestep import (
     zero,
 )
 from loosestep.compat.averagers import Options
-from loosestep.outer import Delta, Mix, Outer, nesterov
+from loosestep.outer import Delta, Gate, Gossip, Mix, NoLoCo, Outer, nesterov
 from loosestep.reducers import (
     Cast,
     ErrorFeedback,
@@ -153,6 +154,8 @@ PURE: dict[str, Case] = {
             "sharding": None,
             "gradient_reducer": None,
             "outer": None,
+            "gate": None,
+            "gossip": None,
             "fragments": None,
             "overlap_steps": 0,
             "arrival": Delta(),
@@ -197,7 +200,7 @@ PURE: dict[str, Case] = {
             "on_nonfinite": "raise",
         },
     ),
-    "diloco": (diloco, {"period": 4, **OUTER_RECIPE, "optimizer_state": "keep"}),
+    "diloco": (diloco, {"period": 4, **OUTER_RECIPE, "gate": None, "optimizer_state": "keep"}),
     "streaming_diloco": (
         streaming_diloco,
         {"period": 4, "num_fragments": 2, **OUTER_RECIPE, "fragments": None, "arrival": None},
@@ -248,10 +251,25 @@ PURE: dict[str, Case] = {
             "on_nonfinite": "raise",
         },
     ),
+    "noloco": (
+        noloco,
+        {
+            "period": 4,
+            "alpha": 0.5,
+            "beta": 0.7,
+            "gamma": 0.9,
+            "warmup_steps": 0,
+            "topology": None,
+            "on_nonfinite": "raise",
+        },
+    ),
     "outer.Outer": (
         Outer,
         {"optimizer": torch.optim.SGD, "scheduler": None, "device": None, "lr": 0.7},
     ),
+    "outer.Gate": (Gate, {"z": 3.0, "clip": 1.0, "weigh": None, "history": 100}),
+    "outer.Gossip": (Gossip, {"step": None}),
+    "outer.NoLoCo": (NoLoCo, {"alpha": 0.5, "beta": 0.7, "gamma": 0.9}),
     "outer.Mix": (Mix, {"alpha": 0.5}),
     "outer.nesterov": (nesterov, {"lr": 0.7, "momentum": 0.9}),
     "outer.slowmo": (loosestep.outer.slowmo, {"lr": 1.0, "momentum": 0.5}),
@@ -512,6 +530,8 @@ LEFT_OUT = {
     "Observed": "handed to a rule",
     "check": "its functions run in processes of their own; tests/testing has what it refuses",
     "train_replicas": "likewise, in this one",
+    "outer.Arrival": "takes no arguments",
+    "outer.InverseNorm": "takes no arguments",
     "Reducer": "abstract, without arguments",
     "Handle": "abstract, without arguments",
     "State": "takes no arguments",

@@ -30,10 +30,10 @@ LoosestepWarning ModelAverager NonFinite NotAttachable NotFinite NotShardable Op
 PeerLost PeriodicModelAverager PostLocalSGDOptimizer PostLocalSGDState RankMismatch Sharding
 Strategy Telemetry TensorBoard Topology ZeroOptions ZeroRedundancyOptimizer attach average_
 average_parameters average_parameters_or_parameter_groups ddp desloc diloco get_params_to_average
-gradient_hook hierarchical_sgd hook_with_zero_step hook_with_zero_step_interleaved muloco
+gradient_hook hierarchical_sgd hook_with_zero_step hook_with_zero_step_interleaved muloco noloco
 post_localSGD_hook post_local_sgd slowmo snoo sparseloco streaming_diloco zero
 """.split()
-OUTER = "Arrival Delta Eager Mix Outer nesterov slowmo".split()
+OUTER = "Arrival Delta Eager Gate Gossip InverseNorm Mix NoLoCo Outer nesterov slowmo".split()
 REDUCERS = """
 Cast ErrorFeedback Handle Hosts Int2 Int4 Int8 Mean Message NOTHING Named Native Peers Place
 RandomMask Reducer ReplicaFeedback Resident Rounding State Ternary TopK Traffic Transfer TwoLevel

@@ -120,7 +120,11 @@ def _averages(
         if first is None:
             continue
         often = "" if second is None else f" every {second[0] - first[0]} steps"
-        held = _held(trained, len(topology.members(level)))
+        held, pairs = _held(trained, len(topology.members(level))), ""
+        if strategy.gossip is not None:  # NoLoCo sends float32
+            wide = strategy.gossip.step is not None
+            held = [(n, torch.float32 if wide else dtype, min(2, size)) for n, dtype, size in held]
+            pairs = ", in pairs"
         gathered = 0
         if (sharded := replica.sharded) is not None:
             across, shards = sharded.across(level).size, sharded.zero.shards.of.values()
@@ -132,7 +136,7 @@ def _averages(
         state = _state(strategy, held)
         rule = strategy.outer_by_level(averaging).get(level)
         stepped = "" if rule is None else f", which {rule} steps from"
-        told.append(f"{level!r}{often} (first after {first[0]}){size}{state}{stepped}")
+        told.append(f"{level!r}{often} (first after {first[0]}){pairs}{size}{state}{stepped}")
     late = f", applied {strategy.overlap_steps} steps later" if strategy.overlap_steps else ""
     return f"parameters averaged over {', '.join(told)}{late}" if told else "no averages"
 

@@ -356,6 +356,8 @@ class Attached:
             reducer=strategy.reducer,
             on_nonfinite=choose(NonFinite, strategy.on_nonfinite),
             outer=strategy.outer_by_level(levels),
+            gate=strategy.gate,
+            gossip=strategy.gossip,
             fragments=strategy.parts,
             overlap_steps=strategy.overlap_steps,
             arrival=strategy.arrival,

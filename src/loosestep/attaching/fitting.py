@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 from loosestep.comm.reducers import check_hosts_fit
 from loosestep.comm.reducers.reducer import compresses
-from loosestep.comm.sharded_types import check_not_old_fsdp
+from loosestep.comm.sharded_types import check_not_old_fsdp, is_dtensor
 from loosestep.errors import NotAttachable
 from loosestep.gradients.ddp import check_in_no_ddp
+from loosestep.sharding.recognize import is_sharded
+from loosestep.strategy.gossip import Gossip
 from loosestep.strategy.strategy import Strategy
 from loosestep.strategy.topology import Topology
 
@@ -63,6 +65,12 @@ def check_fits(
         raise NotAttachable("this optimizer is attached already; detach() it first")
     for run in attached:
         _check_beside(model, strategy, run)
+    judged = strategy.gate or strategy.gossip
+    if judged and (is_sharded(optimizer) or any(map(is_dtensor, model.parameters()))):
+        raise NotAttachable(
+            f"{judged} is for whole replicas, and these are sharded: each shard has its own ranks, "
+            "which need not come to the same; leave it away, or do not shard"
+        )
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     trained = [p for p in model.parameters() if p.requires_grad]
     if trained and not any(id(p) in stepped for p in trained):
@@ -93,15 +101,40 @@ def _check_beside(model: torch.nn.Module, strategy: Strategy, other: Attachment)
     # Two means in turn do no harm, the second changes nothing. But what is added to parameters (a
     # mean's difference to a snapshot, an outer step from an anchor) would be added by both.
     averaging = all(strategy.schedule.parameter_levels() for strategy in strategies)
-    adds = next((s for s in strategies if s.overlap_steps or s.outer), None)
+    adds = next((s for s in strategies if s.overlap_steps or s.outer or s.gossip), None)
     if adds is not None and averaging and any(p.requires_grad for p in shared):
+        what = adds.outer or adds.gossip or f"overlap_steps={adds.overlap_steps}"
         raise NotAttachable(
-            f"{already}, and {adds.outer or f'overlap_steps={adds.overlap_steps}'} moves all "
+            f"{already}, and {what} moves all "
             "trained parameters of a model by what all steps have done to them, whoever took "
             "those, so that two such averages would count steps twice; attach one optimizer and "
             "step the other, which is not attached, before it, or give one optimizer all "
             "parameters"
         )
+
+
+def _check_gate(strategy: Strategy, known: Sequence[str]) -> None:
+    """Raise where the gate's level has no anchors from which norms could be taken."""
+    averaging = [level for level in known if level in strategy.schedule.parameter_levels()]
+    if averaging[-1] not in strategy.outer_by_level(averaging):
+        raise ValueError(
+            f"{strategy.gate} stands before {averaging[-1]!r}, the widest level that averages, and "
+            f"outer has {sorted(strategy.outer_by_level(averaging))} only; give that level an "
+            "outer optimizer too"
+        )
+
+
+def _check_settles(gossip: Gossip | None, groups: Iterable[Sequence[int]]) -> None:
+    """Raise where slow weights would swing apart, whoever is in such a group."""
+    if gossip is None or gossip.step is None:
+        return
+    for num in sorted({len(ranks) for ranks in groups}):
+        if not gossip.step.settles(gossip, num):
+            raise ValueError(
+                f"{gossip.step} lets {num} replicas swing apart, even where nobody trains: gamma "
+                f"pulls too far for that momentum; give a smaller gamma than {gossip.step.gamma}, "
+                "or a smaller alpha"
+            )
 
 
 def check_scaler(scaler: torch.amp.GradScaler | None, strategy: Strategy) -> None:
@@ -126,6 +159,10 @@ def check_levels(strategy: Strategy, topology: Topology) -> None:
                 f"the schedule names the level {level!r}, which the topology does not have; "
                 f"it has {known}"
             )
+    if strategy.gate is not None:
+        _check_gate(strategy, known)
+    for level in schedule.parameter_levels():
+        _check_settles(strategy.gossip, topology.levels[level])
     for reducer, levels in (
         (strategy.gradient_reducer, schedule.gradient_levels()),
         (strategy.reducer, schedule.parameter_levels()),

@@ -27,6 +27,8 @@ class Progress:
     finite: bool = True  # none of its values is an infinity or NaN, as far as it looked
     sample: bytes = b""  # a hash of some of its values, where ranks must hold the same
     observed: tuple[float, ...] = ()  # what it has seen since the last sync; as many on all ranks
+    norm: float = 0.0  # of its pseudo-gradient, where a gate asks for that
+    outlier: bool = False  # whether that is unlike its norms before
 
 
 @dataclass(frozen=True)
@@ -40,21 +42,24 @@ class Header:
     finite: bool = True
     sample: bytes = b""
     observed: tuple[float, ...] = ()
+    norm: float = 0.0
+    outlier: bool = False
 
-    _FORMAT: ClassVar = struct.Struct("<16sq?8s?8s")
+    _FORMAT: ClassVar = struct.Struct("<16sq?8s?8sd?")
 
     def encode(self) -> bytes:
         """Return the header as bytes of one length."""
         told = (self.digest, self.step, self.final, self.clean, self.finite, self.sample)
         numbers = struct.pack(f"<{len(self.observed)}d", *self.observed)
-        return self._FORMAT.pack(*told) + numbers
+        return self._FORMAT.pack(*told, self.norm, self.outlier) + numbers
 
     @classmethod
     def decode(cls, payload: bytes) -> Header:
         """Read what ``encode`` wrote."""
         size = cls._FORMAT.size
         numbers = struct.unpack(f"<{(len(payload) - size) // 8}d", payload[size:])
-        return replace(cls(*cls._FORMAT.unpack(payload[:size])), observed=numbers)
+        *told, norm, outlier = cls._FORMAT.unpack(payload[:size])
+        return replace(cls(*told), observed=numbers, norm=norm, outlier=outlier)
 
 
 def all_clean(headers: Sequence[Header]) -> bool:
@@ -94,7 +99,7 @@ def agree(
     they disagree about.
     """
     at = Progress() if progress is None else progress
-    told = (at.step, at.final, at.clean, at.finite, at.sample, at.observed)
+    told = (at.step, at.final, at.clean, at.finite, at.sample, at.observed, at.norm, at.outlier)
     mine = Header(statement.digest, *told)
     if peers.size == 1 or _all_say(peers, mine):
         return [mine] * peers.size

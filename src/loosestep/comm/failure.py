@@ -103,7 +103,9 @@ class Notes:
         # A store that this rank hosts has stood still with it, and answers when both have woken up.
         patience = 3 * GRACE_SECONDS if self.store.host == self.me else GRACE_SECONDS
         given_up = self.store.ask(patience, lambda store: self._leave(store, missed))
-        if given_up is None and self.store.host == self.me:
+        # The others' notes may come a little later, and of a collective nothing else tells.
+        unsure = given_up is None or (not given_up and missed is None)
+        if unsure and self.store.host == self.me:
             time.sleep(GRACE_SECONDS)
             given_up = self.store.ask(patience, lambda store: self._leave(store, missed))
         culprit = self.me if given_up else missed

@@ -6,7 +6,7 @@ between two ranks knows whose message did not come.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -112,13 +112,13 @@ class Peers:
             return WINDOW_BYTES  # a train cuts them itself
         return self.shared_memory.layout.window_bytes
 
-    def muted(self, ranks: Sequence[int]) -> Peers:
-        """Return the same with a weight of 0 for some global ranks, which then have no say."""
-        if not set(ranks) & set(self.global_ranks):
+    def weighed(self, factors: Mapping[int, float]) -> Peers:
+        """Return the same with other weights for some global ranks; with 0 they have no say."""
+        if not set(factors) & set(self.global_ranks):
             return self
         weights = self.weights or (1.0,) * self.size
         pairs = zip(self.global_ranks, weights, strict=True)
-        return replace(self, weights=tuple(0.0 if rank in ranks else w for rank, w in pairs))
+        return replace(self, weights=tuple(w * factors.get(rank, 1.0) for rank, w in pairs))
 
     def next_tags(self, count: int) -> int:
         """Reserve ``count`` message tags, the same ones on every member, and return the first."""

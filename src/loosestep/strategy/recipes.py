@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from loosestep.comm.reducers import Reducer
     from loosestep.strategy.arrivals import Arrival
     from loosestep.strategy.fragments import Fragments
+    from loosestep.strategy.gate import Gate
+    from loosestep.strategy.gossip import Gossip
     from loosestep.strategy.outer_rules import Outer
     from loosestep.strategy.periods import Rule
     from loosestep.strategy.policies import Sharding
@@ -137,6 +139,7 @@ def diloco(
     period: int | Rule = 100,
     *,
     outer: Outer | None = None,
+    gate: Gate | None = None,
     warmup_steps: int = 0,
     gradients: str | None = None,
     topology: Topology | None = None,
@@ -149,7 +152,8 @@ def diloco(
     """Train locally for ``period`` steps, then let an outer optimizer step from all replicas' mean.
 
     ``outer`` is Nesterov (rate 0.7, momentum 0.9) unless given. DiLoCo,
-    https://arxiv.org/abs/2311.08105.
+    https://arxiv.org/abs/2311.08105. With a ``gate`` for bad workers: EDiT,
+    https://arxiv.org/abs/2412.07210.
 
     >>> diloco(100).outer
     Outer(SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -163,6 +167,7 @@ def diloco(
         reducer=reducer,
         gradient_reducer=gradient_reducer,
         outer=nesterov() if outer is None else outer,
+        gate=gate,
         optimizer_state=optimizer_state,
         overlap_steps=overlap_steps,
         on_nonfinite=on_nonfinite,
@@ -367,6 +372,35 @@ def desloc(
     )
 
 
+def noloco(
+    period: int = 50,
+    *,
+    alpha: float = 0.5,
+    beta: float = 0.7,
+    gamma: float = 0.9,
+    warmup_steps: int = 0,
+    topology: Topology | None = None,
+    on_nonfinite: str = "raise",
+) -> Strategy:
+    """Train locally for ``period`` steps, then average with one peer, another one every time.
+
+    Slow weights take a step with momentum ``alpha`` and rate ``beta``, and move to the partner's by
+    ``gamma``. Replicas differ until ``finalize``. NoLoCo, https://arxiv.org/abs/2506.10911.
+
+    >>> noloco(50).gossip
+    Gossip(step=NoLoCo(alpha=0.5, beta=0.7, gamma=0.9))
+    """
+    from loosestep.strategy.gossip import Gossip, NoLoCo
+
+    world = _widest(topology)
+    return _strategy(
+        after(warmup_steps, every(period, world), always(gradients=world)),
+        topology,
+        gossip=Gossip(NoLoCo(alpha, beta, gamma)),
+        on_nonfinite=on_nonfinite,
+    )
+
+
 RECIPES: dict[str, Callable[..., Strategy]] = {
     recipe.__name__: recipe
     for recipe in (
@@ -381,6 +415,7 @@ RECIPES: dict[str, Callable[..., Strategy]] = {
         muloco,
         sparseloco,
         desloc,
+        noloco,
     )
 }
 
@@ -401,6 +436,8 @@ def _strategy(
     reducer: Reducer | None = None,
     gradient_reducer: Reducer | None = None,
     outer: Outer | None = None,
+    gate: Gate | None = None,
+    gossip: Gossip | None = None,
     optimizer_state: str | Mapping[str, int] = "keep",
     fragments: Fragments | None = None,
     overlap_steps: int = 0,
@@ -418,6 +455,8 @@ def _strategy(
         reducer=TwoLevel() if reducer is None else reducer,
         gradient_reducer=gradient_reducer,
         outer=outer,
+        gate=gate,
+        gossip=gossip,
         optimizer_state=optimizer_state,
         fragments=fragments,
         overlap_steps=overlap_steps,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loosestep.comm.reducers import (
+    Mean,
     NonFinite,
     Reducer,
     TwoLevel,
@@ -17,6 +18,8 @@ from loosestep.comm.reducers.reducer import check_policy, check_suits_parameters
 from loosestep.errors import check_instance, check_whole, choose
 from loosestep.strategy.arrivals import Arrival, Delta
 from loosestep.strategy.fragments import Fragments
+from loosestep.strategy.gate import Gate
+from loosestep.strategy.gossip import Gossip
 from loosestep.strategy.outer_rules import Outer, check_outer
 from loosestep.strategy.policies import (
     Buffers,
@@ -49,6 +52,8 @@ class Strategy:
     sharding: Sharding | None = None  # given: the optimizer must be sharded, and is kept so
     gradient_reducer: Reducer | None = None  # how gradients are; None: the backend's all-reduce
     outer: Outer | Mapping[str, Outer] | None = None  # on the widest level, or by level
+    gate: Gate | None = None  # who has a say on the widest level that averages; None: everybody
+    gossip: Gossip | None = None  # given: a sync averages with one peer, who rotates
     fragments: Fragments | None = None  # the parts of a schedule that has some; None: by bytes
     overlap_steps: int = 0  # more: longer hidden behind training, applied later; 0: at once
     arrival: Arrival = field(default_factory=Delta)  # what becomes of parameters then
@@ -73,6 +78,7 @@ class Strategy:
                 f"sharding must be one such as Sharding(stage=2), got {self.sharding!r}"
             )
         check_outer(self.outer, self.schedule.parameter_levels())
+        self._check_gate()
         if self.outer and self.reducer.leaves_apart:
             raise ValueError(
                 f"{self.reducer} leaves in a replica what was not sent, and an outer optimizer "
@@ -83,6 +89,8 @@ class Strategy:
             self.reducer,
             self.gradient_reducer,
             self.outer,
+            self.gate,
+            self.gossip,
             self.fragments,
         ):
             if re.search(r" at 0x[0-9a-f]+", repr(part)):
@@ -102,7 +110,14 @@ class Strategy:
         policy = choose(NonFinite, self.on_nonfinite)
         object.__setattr__(self, "on_nonfinite", policy)
         check_policy(self.reducer, policy)
+        self._check_gossip(policy)
         check_can_overlap(self.overlap_steps, self.reducer, policy, state)
+        if self.gate is not None and self.overlap_steps and policy is NonFinite.PASS:
+            raise ValueError(
+                f"{self.gate} leaves out a rank that holds NaN, to which nothing can be added "
+                f"when the others' mean arrives overlap_steps={self.overlap_steps} later; use "
+                "on_nonfinite='raise', or overlap_steps=0"
+            )
 
     def _check_period(self) -> None:
         """Raise where the next sync could be due before it is known when that is."""
@@ -114,6 +129,57 @@ class Strategy:
                     f"brings: overlap_steps is {self.overlap_steps}, and {self.schedule} may come "
                     f"to a period of {shortest}; give overlap_steps <= {shortest - 1}"
                 )
+
+    def _check_gate(self) -> None:
+        """Raise where there is nothing from which a gate could measure."""
+        if self.gate is None:
+            return
+        check_instance("gate", self.gate, Gate, "one such as Gate(), or None")
+        if not self.outer:
+            raise ValueError(
+                f"{self.gate} goes by how far workers have moved from the anchor of an outer "
+                "optimizer, and there is none; give outer=nesterov(), or Outer(SGD, lr=1.0) for "
+                "the plain mean"
+            )
+        if self.sharding is not None:
+            raise ValueError(
+                f"{self.gate} judges whole replicas, and a sharded optimizer averages shards, "
+                "each with its own ranks; leave gate or sharding away"
+            )
+
+    def _check_gossip(self, policy: NonFinite) -> None:
+        """Raise where pairs that change from sync to sync cannot do what else is asked for."""
+        if self.gossip is None:
+            return
+        check_instance("gossip", self.gossip, Gossip, "one such as Gossip(), or None")
+        schedule = self.schedule
+        pairs = f"{self.gossip} averages with one peer at a time, who changes"
+        if len(schedule.parameter_levels()) != 1 or schedule.num_fragments > 1:
+            raise ValueError(
+                f"{pairs}, on one level and all parameters at once; give a schedule such as "
+                f"every(8), got {schedule}"
+            )
+        if schedule.timetable().adaptive:
+            raise ValueError(f"{pairs}, at steps known before; give a fixed period, got {schedule}")
+        if self.outer is not None:
+            raise ValueError(
+                f"{pairs}, and {self.outer} steps from anchors that all replicas have in common; "
+                "give gossip=Gossip(NoLoCo()), whose step is made for pairs, and no outer"
+            )
+        if self.reducer not in (Mean(), TwoLevel()):
+            raise ValueError(
+                f"{pairs}, so there is nothing in common that {self.reducer} could go by; give "
+                "reducer=Mean()"
+            )
+        if self.overlap_steps:
+            raise ValueError(f"{pairs}, and is waited for; give overlap_steps=0, or no gossip")
+        if policy is NonFinite.SKIP:
+            raise ValueError(
+                f"{pairs}: a pair of which both are skipped would have no mean; use "
+                "on_nonfinite='raise'"
+            )
+        if self.sharding is not None:
+            raise ValueError(f"{pairs}: whole replicas; leave gossip or sharding away")
 
     def _check_fragments(self) -> None:
         """Raise where parts and the schedule of their turns do not fit each other."""
@@ -164,7 +230,10 @@ class Strategy:
         named = " ".join(str(policy) for policy in policies)
         gradients = "" if self.gradient_reducer is None else f" by {self.gradient_reducer}"
         outer = "" if not self.outer else f" outer={self.outer}"
-        return f"{self.schedule}{gradients} {self.reducer} {named}{parts}{overlap}{outer}"
+        gate = "" if self.gate is None else f" {self.gate}"
+        pairs = "" if self.gossip is None else f" {self.gossip}"
+        late = f"{parts}{overlap}{outer}{gate}{pairs}"
+        return f"{self.schedule}{gradients} {self.reducer} {named}{late}"
 
     @property
     def parts(self) -> Fragments | None:

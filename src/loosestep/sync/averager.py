@@ -7,8 +7,8 @@ finish      carry all of them through and write them back (see ``pipeline``)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,14 @@ from loosestep.comm.reducers.reducer import check_suits_parameters, compresses, 
 from loosestep.comm.sharded_types import is_dtensor
 from loosestep.comm.tensors import Named, memory, shard_key, unique
 from loosestep.errors import check_instance, check_seconds
+from loosestep.strategy.gate import Gate
 from loosestep.strategy.topology import check_weights
 from loosestep.sync.bound import Binder, Bound, by_shard
 from loosestep.sync.differences import Differences, remember
 from loosestep.sync.finite import Batch, batches, first_nonfinite, not_finite, whole_replicas
-from loosestep.sync.jobs import Cutter, Job
+from loosestep.sync.jobs import NO_FACTORS, Cutter, Job
 from loosestep.sync.kept import Kept
+from loosestep.sync.outer_steps import OuterState
 from loosestep.sync.parts import Parts, compressible, only_exact
 from loosestep.sync.pipeline import Averaging, Direct, Sender
 from loosestep.telemetry.traffic import Traffic
@@ -85,7 +87,13 @@ class Agreed:
     headers: list[Header]
     step: int
     firsts: list[Named] | None = None  # take the first rank's values afterwards; None: nothing does
-    skipped: tuple[int, ...] = ()  # global ranks that have no say, since theirs is not finite
+    # Factors of the weights of some global ranks: 0 where theirs is not finite, or an outlier.
+    say: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """The global ranks that have no say."""
+        return tuple(rank for rank, factor in self.say.items() if factor == 0.0)
 
     def only(self, wanted: Callable[[str], bool]) -> Agreed:
         """Return the same, of some tensors by name."""
@@ -168,23 +176,36 @@ class Averager:
         """
         at = Progress() if progress is None else progress
         refusal: ValueError | TypeError | None = None
-        bad, sample = "", b""
+        bad, sample, norm, outlier = "", b"", 0.0, False
+        gate = self._kept.gate if look else None
         try:
             bound = self._bind(parts)
             statement = bound.statement(self._lines())
             bad = self._first_nonfinite(bound) if look else ""
             sample = at.sample or self.sample(bound.parts, at.step)
+            if gate is not None:
+                norm = self._outer.distance(compressible(bound.parts))
+                outlier = gate.is_outlier(norm)
         except (ValueError, TypeError) as error:
             refusal = error
             statement = Statement((*self._agreements, f"an error: {error}"))
         peers = self.peers.during(Phase("agreeing what to average", step=at.step))
-        headers = agree(peers, statement, replace(at, finite=at.finite and not bad, sample=sample))
+        finite = at.finite and not bad
+        told = replace(at, finite=finite, sample=sample, norm=norm, outlier=outlier)
+        headers = agree(peers, statement, told)
         if refusal is not None:
             raise refusal
         skipped = () if all(h.finite for h in headers) else self._skipped(headers, bad, parts.means)
+        say: Mapping[int, float] = dict.fromkeys(skipped, 0.0)
+        if gate is not None:
+            say = self._gated(headers, skipped, gate.rule)
         if self._introduce(parts.means):
             bound = self._bind(parts)  # the reducer may have moved them
-        return Agreed(bound, headers, at.step, parts.firsts, skipped)
+        return Agreed(bound, headers, at.step, parts.firsts, say)
+
+    def take_over(self, agreed: Agreed, parts: Parts) -> Agreed:
+        """Return what a wider group has agreed to average, for those here and these tensors."""
+        return replace(agreed, bound=self._bind(parts), firsts=parts.firsts)
 
     def _bind(self, parts: Parts) -> Bound:
         """Return what was made for these tensors before, or make it."""
@@ -235,6 +256,10 @@ class Averager:
         """
         if self._division is not None:
             self._check_hosts(agreed)
+        gate, me = self._kept.gate, self.peers.group_rank
+        if gate is not None and self.peers.global_ranks[me] not in agreed.left_out:
+            share = gate.rule.share(agreed.headers[me].norm)
+            self._outer.shrink(compressible(agreed.bound.parts), share)
         jobs = self._jobs(agreed)
 
         def afterwards() -> Traffic:
@@ -243,8 +268,10 @@ class Averager:
                 traffic.add(self.hand_round(agreed.bound.parts, agreed.step))
             if self._kept.outer is not None:
                 self._kept.outer.apply(compressible(agreed.bound.parts))
+            if gate is not None:
+                gate.learn(agreed.headers[me].norm)
             if agreed.firsts is not None:
-                traffic.add(self.broadcast(agreed.firsts, agreed.skipped))
+                traffic.add(self.broadcast(agreed.firsts, agreed.say))
             return traffic
 
         largest = (agreed.bound.counters, self.peers)
@@ -292,10 +319,10 @@ class Averager:
         return b"" if self._division is None else sampled(compressible(parts), step)
 
     @torch.no_grad()
-    def broadcast(self, named: Sequence[Named], skipped: Sequence[int] = ()) -> Traffic:
-        """Give every rank the values of the first that is not skipped; any dtype will do."""
+    def broadcast(self, named: Sequence[Named], say: Mapping[int, float] = NO_FACTORS) -> Traffic:
+        """Give every rank the values of the first that has a say; any dtype will do."""
         parts, keys = self._agree_on(named, "agreeing what to broadcast")
-        return Averaging(self._cutter.cut_exact(parts, keys, skipped), Direct(First())).finish()
+        return Averaging(self._cutter.cut_exact(parts, keys, say), Direct(First())).finish()
 
     @torch.no_grad()
     def prepare(self, named: Sequence[Named], *, common: bool) -> None:
@@ -346,15 +373,32 @@ class Averager:
 
     def _jobs(self, agreed: Agreed) -> list[Job]:
         """Return the windows of what was agreed: cut once, but where some of it is left out."""
-        usual = agreed.bound is self._bound and not agreed.skipped
+        usual = agreed.bound is self._bound and not agreed.say
         if usual and self._cut is not None:
             return self._cut
         divided = self._division is not None
-        bound, skipped = agreed.bound, agreed.skipped
-        jobs = self._cutter.cut(bound.parts, bound.shard_keys, skipped=skipped, divided=divided)
+        bound = agreed.bound
+        jobs = self._cutter.cut(bound.parts, bound.shard_keys, say=agreed.say, divided=divided)
         if usual:
             self._cut = jobs
         return jobs
+
+    @property
+    def _outer(self) -> OuterState:
+        """The outer optimizer, whose anchors a gate measures from."""
+        assert self._kept.outer is not None, "checked when the strategy was made"
+        return self._kept.outer
+
+    def _gated(
+        self, headers: Sequence[Header], skipped: Sequence[int], rule: Gate
+    ) -> Mapping[int, float]:
+        """Return by which factors ranks count, the same on all; what is not finite never does."""
+        ranks = self.peers.global_ranks
+        out = [h.outlier or rank in skipped for rank, h in zip(ranks, headers, strict=True)]
+        if all(out):  # then outliers are no worse than the rest
+            out = [rank in skipped for rank in ranks]
+        factors = zip(ranks, rule.say([header.norm for header in headers], out), strict=True)
+        return {rank: factor for rank, factor in factors if factor != 1.0}
 
     def _sender(self, jobs: Sequence[Job]) -> Sender:
         reducer = self.reducer if self._division is None else self._division.reducer

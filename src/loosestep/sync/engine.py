@@ -30,11 +30,14 @@ from loosestep.errors import RankMismatch
 from loosestep.strategy.arrivals import Arrival, Delta
 from loosestep.strategy.clock import Clock
 from loosestep.strategy.fragments import Fragments
+from loosestep.strategy.gate import Gate
+from loosestep.strategy.gossip import Gossip
 from loosestep.strategy.outer_rules import Outer
 from loosestep.strategy.policies import Initial
 from loosestep.strategy.timetable import Timetable
-from loosestep.sync.averager import Averager
+from loosestep.sync.averager import Agreed, Averager
 from loosestep.sync.bound import Binder
+from loosestep.sync.gossiping import Gossiping
 from loosestep.sync.kept import Kept, load_into, state_of
 from loosestep.sync.observing import Numbers, Observer
 from loosestep.sync.overlap import Overlap
@@ -57,6 +60,8 @@ class Settings:
     reducer: Reducer
     on_nonfinite: NonFinite = NonFinite.RAISE
     outer: Mapping[str, Outer] = field(default_factory=dict)  # by level; none: the mean itself
+    gate: Gate | None = None  # who has a say on the widest level; None: everybody
+    gossip: Gossip | None = None  # with one peer at a time; None: with all of the level
     fragments: Fragments | None = None  # what averages at once; None: all that takes part
     overlap_steps: int = 0  # from a launch to applying it; 0: a sync is done at once
     arrival: Arrival = field(default_factory=Delta)  # what becomes of parameters then
@@ -91,6 +96,9 @@ class Engine:
         self._binders: dict[tuple[str, bool], Binder] = defaultdict(Binder)
         self._kept: dict[str, Kept] = {}  # by averager
         self._num_syncs: Counter[str] = Counter()  # likewise
+        self._pairs: Gossiping | None = None
+        if settings.gossip is not None:
+            self._pairs = Gossiping(settings.gossip, self._keep(self.widest).slow)
         self._fragment_of = _fragment_of(replica, settings.fragments)  # by a parameter's name
         num = 1 + max(self._fragment_of.values(), default=0)
         self._fragments: Sequence[int | None] = range(num) if num > 1 else [None]
@@ -130,10 +138,13 @@ class Engine:
             return
         common, weights = initial is not Initial.IGNORE, self.replica.weights()
         remembers = self._settings.reducer.lossy or self._settings.outer or self._overlap.steps
+        remembers = remembers or self._pairs is not None
         for name in self.levels if remembers else ():
             for fragment in self._fragments:
                 by, parts = self.averager(name, fragment=fragment), self._only(weights, fragment)
                 self.replica.prepare(parts, by, self.averager, common=common)
+                if self._pairs is not None:
+                    self._pairs.prepare(by.peers, parts)
                 if self._overlap.steps and name == self.widest:
                     self._overlap.prepare(self.replica.shares(parts, by, self.averager))
 
@@ -172,11 +183,18 @@ class Engine:
             self._overlap.launch(shares, step, averager.name, observed)
             return
         agreed = averager.agree(parts, Progress(step, observed=observed))
-        average = self.replica.launch(agreed, averager, self.averager)
-        whole = fragment is None and not self._leaves_apart
-        self.commit(average, averager, level, began, equal=whole)
+        average = self._launch(agreed, averager, parts)
+        whole = fragment is None and not self._leaves_apart and self._pairs is None
+        self.commit(average, averager, level, began, equal=whole, left_out=agreed.left_out)
         self._hear(step, [header.observed for header in agreed.headers])
         self._anchor_narrower(level, parts)
+
+    def _launch(self, agreed: Agreed, averager: Averager, parts: Parts) -> Average:
+        """Start the average of all that have agreed, or of this rank's pair."""
+        if self._pairs is None:
+            return self.replica.launch(agreed, averager, self.averager)
+        turn = self._num_syncs[averager.name]
+        return self._pairs.launch(agreed, parts, averager.peers, turn)
 
     def _observe(self, parts: Parts, step: int) -> Numbers:
         """Return what this rank tells the others before the sync that begins now."""
@@ -204,16 +222,24 @@ class Engine:
         return parts.only(lambda name: of.get(parameter_of(name), last) == fragment)
 
     def commit(
-        self, average: Average, averager: Averager, name: str, began: float, *, equal: bool
+        self,
+        average: Average,
+        averager: Averager,
+        name: str,
+        began: float,
+        *,
+        equal: bool,
+        left_out: Sequence[int] = (),
     ) -> None:
         """Let the mean come, and only then believe it.
 
-        ``name`` is what telemetry calls it; ``equal``: all replicas are, afterwards.
+        ``name`` is what telemetry calls it; ``equal``: all replicas are, afterwards; ``left_out``
+        are the global ranks that have no say in it.
         """
         traffic = average.wait()  # PeerLost: what reducers remember is as it was before
         average.commit()  # residuals become valid with what they belong to
         self._num_syncs[averager.name] += 1
-        self._telemetry.synced(self._clock.step, name, began, traffic)
+        self._telemetry.synced(self._clock.step, name, began, traffic, left_out)
         self._count_memory(name)
         self.replica.forget_state()
         widest = self.averager(self.widest).peers.global_ranks
@@ -239,9 +265,9 @@ class Engine:
         self.replica.landed()
         self._hear(flight.step, flight.observed)
         seconds = {"seconds": flight.seconds, "seconds_waited": flight.seconds_waited}
-        level = level_of(flight.level)
-        self._telemetry.averaged(flight.step, level, flight.traffic, **seconds)
-        self._count_memory(level)
+        name, left_out = level_of(flight.level), flight.left_out
+        self._telemetry.averaged(flight.step, name, flight.traffic, left_out=left_out, **seconds)
+        self._count_memory(name)
         self.replica.forget_state()
         if flight.level == self.widest:
             self._common_step = max(self._common_step, flight.step)
@@ -308,13 +334,17 @@ class Engine:
         if done and (once_more or all_clean(agreed.headers)):
             return True
         average: Average
-        if done and self._leaves_apart:  # the last word is exact
+        apart = self._leaves_apart or self._pairs is not None
+        if done and apart:  # the last word is exact, and everybody's
             exact, told = self._exact(), Progress(step, final=progress.final)
-            average = exact.start(exact.agree(parts, told))
+            slow = [] if self._pairs is None else self._pairs.state()
+            everything = replace(parts, means=[*parts.means, *slow])
+            average = exact.start(exact.agree(everything, told))
         else:
-            average = self.replica.launch(agreed, averager, self.averager)
-        equal = fragment is None and (done or not self._leaves_apart)
-        self.commit(average, averager, name or level, began, equal=equal)
+            average = self._launch(agreed, averager, parts)
+        equal = fragment is None and (done or not apart)
+        out = agreed.left_out
+        self.commit(average, averager, name or level, began, equal=equal, left_out=out)
         self._hear(step, [header.observed for header in agreed.headers])
         self._anchor_narrower(level, parts)
         return done
@@ -368,10 +398,11 @@ class Engine:
     def _average_weights(self, progress: Progress) -> None:
         """Average over the widest level, without the optimizer's state.
 
-        A lossy reducer and an outer optimizer are left out: what they remember belongs to training.
+        Lossy reducers, outer optimizers and pairs are left out: what they keep belongs to training.
         """
         weights = self.replica.weights()
-        if self._settings.reducer.lossy or self._settings.outer or len(self._fragments) > 1:
+        simple = not self._settings.reducer.lossy and not self._settings.outer
+        if not simple or len(self._fragments) > 1 or self._pairs is not None:
             self._exact().average_parts(weights, progress)
             return
         averager = self.averager(self.widest)
@@ -416,6 +447,8 @@ class Engine:
         """Drop what is under way and let go of the process groups."""
         self._overlap.close()
         self._averagers.clear()
+        if self._pairs is not None:
+            self._pairs.close()
 
     # Who averages.
 
@@ -443,7 +476,11 @@ class Engine:
     def _keep(self, name: str) -> Kept:
         """Return what averages on a level keep; those of shards go by the level they cross."""
         if name not in self._kept:
-            self._kept[name] = Kept(self._settings.outer.get(level_of(name)))
+            level = level_of(name)
+            gate = self._settings.gate if level == self.widest else None
+            gossip = self._settings.gossip
+            pair = None if gossip is None else gossip.step
+            self._kept[name] = Kept(self._settings.outer.get(level), gate, pair)
         return self._kept[name]
 
     def _exact(self) -> Averager:

@@ -36,6 +36,7 @@ class Flight:
     # Once it has come, of this rank's memory: mean - snapshot, or the mean where rules mix it in.
     differences: list[Named]
     observed: list[Numbers] = field(default_factory=list)  # what all ranks told at its launch
+    left_out: tuple[int, ...] = ()  # global ranks that had no say
     traffic: Traffic = field(default_factory=Traffic)
     seconds: float = 0.0  # from launch until it had come
     seconds_waited: float = 0.0  # how long training stood still for it
@@ -102,6 +103,7 @@ class Flight:
             "num_tensors": len(differences),
             "differences": differences,
             "observed": [list(numbers) for numbers in self.observed],
+            "left_out": list(self.left_out),
         }
 
     @classmethod
@@ -117,7 +119,8 @@ class Flight:
             )
         held = [(name, tensor.clone()) for name, tensor in differences.items()]
         observed = [tuple(numbers) for numbers in state_dict.get("observed", [])]
-        return cls(state_dict["step"], state_dict["level"], held, observed)
+        left_out = tuple(state_dict.get("left_out", ()))
+        return cls(state_dict["step"], state_dict["level"], held, observed, left_out)
 
     def _limit(self) -> float:
         """Return how long all waits on the way may take, should each just not time out."""

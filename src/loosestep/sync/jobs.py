@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 
 from loosestep.comm.cuts import Run, Runs
 from loosestep.comm.flat import OWN_WINDOW_BYTES, Window, windows
@@ -16,6 +17,8 @@ from loosestep.comm.reducers.division import Division, origin
 from loosestep.comm.tensors import Holders, Named, holders_of
 from loosestep.sync.bound import by_shard
 from loosestep.sync.parts import compressible, only_exact
+
+NO_FACTORS: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,12 @@ class Cutter:
         parts: Sequence[Named],
         keys: dict[str, str],
         *,
-        skipped: Sequence[int] = (),
+        say: Mapping[int, float] = NO_FACTORS,
         divided: bool = False,
     ) -> list[Job]:
         """Return jobs for what has a mean; ``divided``: a host's ranks have a part of it each.
 
-        ``skipped`` are global ranks that have no say.
+        ``say`` are factors of the weights of global ranks.
         """
         jobs: list[Job] = []
         for key, group in by_shard(parts, keys).items():
@@ -103,19 +106,19 @@ class Cutter:
                     f"every shard on several ranks, got {holders.by_shard}; a level inside the "
                     "shard mesh cannot average: choose one that spans whole meshes"
                 )
-            muted = replace(peers.muted(skipped), checked=True)
+            weighed = replace(peers.weighed(say), checked=True)
             # With the weights that the peers have now.
-            division = self._reducer.divide(muted) if divided else None
-            jobs += self._cut_shard(key, group, muted, division)
+            division = self._reducer.divide(weighed) if divided else None
+            jobs += self._cut_shard(key, group, weighed, division)
         return jobs
 
     def cut_exact(
-        self, parts: Sequence[Named], keys: dict[str, str], skipped: Sequence[int] = ()
+        self, parts: Sequence[Named], keys: dict[str, str], say: Mapping[int, float] = NO_FACTORS
     ) -> list[Job]:
         """Return jobs for what travels as it is."""
         jobs: list[Job] = []
         for key, group in by_shard(parts, keys).items():
-            peers = self.shard(key)[1].muted(skipped)
+            peers = self.shard(key)[1].weighed(say)
             jobs += jobs_of(windows(group, self._window_size(peers)), peers, key)
         return jobs
 

@@ -8,28 +8,59 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from loosestep.comm.reducers import NOTHING, Reducer, State
+from loosestep.strategy.gate import Gate, History
+from loosestep.strategy.gossip import NoLoCo
 from loosestep.strategy.outer_rules import Outer
 from loosestep.sync.outer_steps import OuterState
+from loosestep.sync.slow_weights import SlowWeights
 
 if TYPE_CHECKING:
     from loosestep.sync.jobs import Job
 
 
+class GateState:
+    """A gate, and this rank's own norms so far."""
+
+    def __init__(self, rule: Gate) -> None:
+        self.rule, self._history = rule, History()
+
+    def is_outlier(self, norm: float) -> bool:
+        """Say whether this rank is to have no say."""
+        return self.rule.is_outlier(norm, self._history)
+
+    def learn(self, norm: float) -> None:
+        """Take the norm into the history; the sync has succeeded."""
+        self._history = self.rule.following(norm, self._history)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the history; empty: there is none yet."""
+        return asdict(self._history) if self._history.num else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what ``state_dict`` returned; an empty one forgets everything."""
+        self._history = History(**state_dict)
+
+
 class Kept:
-    """References, where differences are sent, what the reducer remembers, and the outer optimizer.
+    """References, where differences are sent, the reducer's state, and those of outer steps.
 
     Averagers come and go with their process groups; this stays, and is saved and loaded. What is
     loaded before the reducer has seen the tensors waits for that.
     """
 
-    def __init__(self, outer: Outer | None = None) -> None:
+    def __init__(
+        self, outer: Outer | None = None, gate: Gate | None = None, pair: NoLoCo | None = None
+    ) -> None:
         self.references = References()
         self.outer = None if outer is None else OuterState(outer)
+        self.gate = None if gate is None else GateState(gate)
+        self.slow = None if pair is None else SlowWeights(pair)
         self._state: State | None = None
         self._loaded: dict[str, Any] = {}
 
@@ -42,7 +73,8 @@ class Kept:
     def nbytes(self) -> int:
         """How much memory all of it takes."""
         outer = 0 if self.outer is None else self.outer.nbytes
-        return self.references.nbytes + self.state.nbytes + outer
+        slow = 0 if self.slow is None else self.slow.nbytes
+        return self.references.nbytes + self.state.nbytes + outer + slow
 
     def begin(self, state: State) -> None:
         """Take a reducer's first state, unless there is one already."""
@@ -53,6 +85,7 @@ class Kept:
     def describe(self, reducer: Reducer) -> str:
         """Return what of it must be equal on all ranks; empty: there is nothing."""
         outer = "" if self.outer is None else self.outer.describe()
+        outer = outer if self.slow is None else self.slow.describe()
         if self._state is None:
             return "what was loaded" if self._loaded else outer
         return " ".join(told for told in (reducer.describe(self._state), outer) if told)
@@ -62,7 +95,10 @@ class Kept:
         references = self.references.state_dict() if self.references.nbytes else {}
         reducer = self._loaded if self._state is None else self._state.state_dict()
         outer = {} if self.outer is None else self.outer.state_dict()
-        kept = {"references": references, "reducer": reducer, "outer": outer}
+        gate = {} if self.gate is None else self.gate.state_dict()
+        slow = {} if self.slow is None else self.slow.state_dict()
+        kept = {"references": references, "reducer": reducer, "outer": outer, "gate": gate}
+        kept["slow"] = slow
         return {name: state for name, state in kept.items() if state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -72,6 +108,10 @@ class Kept:
             self.references.load_state_dict(state_dict["references"])
         if self.outer is not None:
             self.outer.load_state_dict(state_dict.get("outer", {}))
+        if self.gate is not None:
+            self.gate.load_state_dict(state_dict.get("gate", {}))
+        if self.slow is not None:
+            self.slow.load_state_dict(state_dict.get("slow", {}))
         loaded = dict(state_dict.get("reducer", {}))
         if self._state is None:
             self._loaded = loaded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from loosestep.comm.tensors import Named
 from loosestep.strategy.outer_rules import Outer
 
 CHUNK_BYTES = 4 << 20  # of anchors that are stepped together: what is on the way stays in the cache
+PIECE = 1 << 18  # numbers that a norm is taken of at a time, for the same reason
 
 
 class OuterState:
@@ -72,6 +74,33 @@ class OuterState:
                 optimizer.state.pop(anchor, None)
                 if state is not None:
                     optimizer.state[anchor] = state
+
+    @torch.no_grad()
+    def distance(self, named: Sequence[Named]) -> float:
+        """Return the norm of anchor - values, rounded so that the order of its sum does not show.
+
+        What has no anchor yet has not moved.
+        """
+        total = 0.0
+        for anchor, values in self._known(named):
+            pairs = zip(_pieces(anchor), _pieces(values), strict=True)
+            for one, other in pairs:
+                total += float((one.double() - other.to(one.device).double()).square().sum())
+        return float(torch.tensor(math.sqrt(total), dtype=torch.float32))
+
+    @torch.no_grad()
+    def shrink(self, named: Sequence[Named], share: float) -> None:
+        """Leave of how far values are from their anchors only a share."""
+        if share == 1.0:
+            return
+        for anchor, values in self._known(named):
+            moved = values.to(anchor.device, anchor.dtype) - anchor
+            values.copy_(moved.mul_(share).add_(anchor))
+
+    def _known(self, named: Sequence[Named]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return tensors that have an anchor of their shape, behind that."""
+        known = self._anchors
+        return [(known[n], t) for n, t in named if n in known and known[n].shape == t.shape]
 
     def _move(self, chunk: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         optimizer = self._optimizer
@@ -149,6 +178,11 @@ class OuterState:
             optimizer.load_state_dict(state_dict["optimizer"])
             if scheduler is not None:
                 scheduler.load_state_dict(state_dict["scheduler"])
+
+
+def _pieces(values: torch.Tensor) -> Sequence[torch.Tensor]:
+    pieces: Sequence[torch.Tensor] = torch.split(values.reshape(-1), PIECE)
+    return pieces
 
 
 def _chunks(

@@ -212,6 +212,7 @@ class _Leg:
             # With an outer optimizer all ranks of a host have all of the mean.
             agreed = averager.agree(self.copies, self.progress)
             flight.observed = flight.observed or [header.observed for header in agreed.headers]
+            flight.left_out = flight.left_out or agreed.left_out
             average = averager.start(agreed, hand_round=whole)
             flight.traffic.add(average.wait())
             came = memory(self.means)  # again: a reducer may have moved them

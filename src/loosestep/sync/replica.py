@@ -309,7 +309,7 @@ class ShardedReplica(Replica):
             shaped, steps = self._state(across.peers) if stateful else ([], [])
             # A group that holds an infinity somewhere is skipped in all shards, as in the rest.
             me = across.peers.global_ranks[across.peers.group_rank]
-            progress = Progress(agreed.step, finite=me not in agreed.skipped)
+            progress = Progress(agreed.step, finite=me not in agreed.left_out)
             return across.start(across.agree(Parts([*named, *shaped], steps), progress))
 
         return _InShards(rest, shards, None if across is None else self._gather)

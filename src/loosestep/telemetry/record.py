@@ -24,6 +24,7 @@ class SyncRecord:
     bytes_copied: int  # read by neighbours straight from this rank's memory
     drift: float | None  # rms distance of the replicas from their mean / rms of the mean
     seconds_waited: float | None = None  # how long training stood still; None: not known
+    left_out: tuple[int, ...] = ()  # global ranks that had no say: not finite, or by a gate
 
 
 @dataclass
@@ -40,6 +41,7 @@ class LevelTotals:
     seconds_waited: float = 0.0
     peak_bytes_sent: int = 0  # for what was launched at one step
     bytes_kept: int = 0  # of memory beside the model from sync to sync: anchors, residuals, ...
+    left_out: dict[int, int] = field(default_factory=dict)  # of how many syncs, by global rank
 
     def add(self, record: SyncRecord) -> None:
         """Count one more sync."""
@@ -51,6 +53,8 @@ class LevelTotals:
         self.bytes_sent += record.bytes_sent
         self.bytes_copied += record.bytes_copied
         self.seconds_waited += record.seconds_waited or 0.0
+        for rank in record.left_out:
+            self.left_out[rank] = self.left_out.get(rank, 0) + 1
         if record.drift is not None:
             self.last_drift = record.drift
 
@@ -84,13 +88,23 @@ class Telemetry:
         for sink in self.sinks:
             sink.write(asdict(record))
 
-    def synced(self, step: int, level: str, began: float, traffic: Traffic) -> None:
+    def synced(
+        self, step: int, level: str, began: float, traffic: Traffic, left_out: Sequence[int] = ()
+    ) -> None:
         """Record an average of parameters that began at ``time.perf_counter()`` of ``began``."""
         seconds = time.perf_counter() - began
-        self.averaged(step, level, traffic, seconds=seconds, seconds_waited=seconds)
+        waited = {"seconds": seconds, "seconds_waited": seconds}
+        self.averaged(step, level, traffic, left_out=left_out, **waited)
 
     def averaged(
-        self, step: int, level: str, traffic: Traffic, *, seconds: float, seconds_waited: float
+        self,
+        step: int,
+        level: str,
+        traffic: Traffic,
+        *,
+        seconds: float,
+        seconds_waited: float,
+        left_out: Sequence[int] = (),
     ) -> None:
         """Record an average of parameters that training did not wait for all the time."""
         self.record(
@@ -103,6 +117,7 @@ class Telemetry:
                 bytes_copied=traffic.bytes_copied,
                 drift=drift(traffic),
                 seconds_waited=seconds_waited,
+                left_out=tuple(left_out),
             )
         )
 

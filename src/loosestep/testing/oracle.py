@@ -10,11 +10,14 @@ Exact reducers only: what few bits leave of a value belongs to a codec, not to a
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from loosestep.strategy.gate import History
+from loosestep.strategy.gossip import Gossip, NoLoCo
 from loosestep.strategy.outer_rules import Outer
 from loosestep.strategy.policies import Buffers, OptimizerState, choose_state
 from loosestep.strategy.strategy import Strategy
@@ -78,7 +81,10 @@ class Replicas:
         self.fragments = [frozenset(part) for part in whole]
         self._late: list[_Late] = []
         self._num_syncs: dict[tuple[str, int], int] = {}
+        self._histories: dict[tuple[int, int], History] = {}  # of norms, by rank and fragment
         values = {name: dict(first.named_parameters())[name] for name in names}
+        slow = {name: (p.detach().clone(), torch.zeros_like(p)) for name, p in values.items()}
+        self._slow = {rank: dict(slow) for rank in topology.ranks}  # and momentum, in pairs
         self._outer = {
             (level, group, number): OuterSteps(rule, {name: values[name] for name in part})
             for level, rule in self._rules().items()
@@ -96,7 +102,7 @@ class Replicas:
         for rank, model in self.models.items():
             self.optimizers[rank].zero_grad()
             torch.autograd.backward(loss_of(model, rank, step))
-        schedule = self.strategy.schedule
+        strategy, schedule = self.strategy, self.strategy.schedule
         if (level := schedule(step).gradients) is not None:
             for group in self.topology.levels[level]:
                 _share_gradients([self.models[rank] for rank in group])
@@ -109,7 +115,10 @@ class Replicas:
             self._land(late)
         if due.parameters is not None:
             for group in self.topology.levels[due.parameters]:
-                self._sync(due.parameters, group, due.fragment or 0, finished)
+                if strategy.gossip is not None:
+                    self._gossip(due.parameters, group, strategy.gossip)
+                else:
+                    self._sync(due.parameters, group, due.fragment or 0, finished)
 
     @torch.no_grad()
     def _sync(self, level: str, group: tuple[int, ...], fragment: int, step: int) -> None:
@@ -117,8 +126,9 @@ class Replicas:
         named = {rank: self._parts(rank, fragment) for rank in group}
         count = self._num_syncs.get((level, fragment), 0) + (group == self._first_group(level))
         self._num_syncs[level, fragment] = count
+        say, values = self._gated(level, group, fragment, named)
         results = {
-            name: self._mean([named[rank][name] for rank in group], group, name)
+            name: self._mean([values[rank][name] for rank in group], group, name, say)
             for name in named[group[0]]
         }
         outer = self._outer.get((level, group, fragment))
@@ -134,16 +144,80 @@ class Replicas:
                     tensor.copy_(results[name])
                 continue
             mixed = arrival.keeps is not None
-            values = {
+            added = {
                 name: results[name] if mixed and name in self.fragments[fragment] else by
                 for name, by in (
                     (name, results[name] - tensor) for name, tensor in named[rank].items()
                 )
             }
-            self._late.append(_Late(step + tau, rank, values))
+            self._late.append(_Late(step + tau, rank, added))
         if not tau and last:
-            self._average_state(group, count)
+            self._average_state(group, count, say)
         self._anchor_narrower(level, group, named[group[0]])
+
+    @torch.no_grad()
+    def _gossip(self, level: str, group: tuple[int, ...], gossip: Gossip) -> None:
+        """Average in the pairs whose turn it is."""
+        sync = self._num_syncs.get((level, 0), 0)
+        if group == self.topology.levels[level][-1]:
+            self._num_syncs[level, 0] = sync + 1
+        for indices in gossip.pairs(len(group), sync):
+            pair = [group[index] for index in indices]
+            say = dict.fromkeys(pair, 1.0)
+            named = {rank: self._parts(rank, 0) for rank in pair}
+            slow = {rank: self._slow[rank] for rank in pair} if gossip.step else {}
+            sent = {rank: {**named[rank], **self._blended(rank, gossip.step)} for rank in pair}
+            for name in named[pair[0]]:
+                mean = self._mean([sent[rank][name] for rank in pair], pair, name, say)
+                for rank in pair:
+                    if gossip.step is None or name not in self.fragments[0]:
+                        named[rank][name].copy_(mean)
+                        continue
+                    weights, delta = slow[rank][name]
+                    step = gossip.step.alpha * delta + gossip.step.gamma * (mean - weights)
+                    slow[rank][name] = (weights + step, step)
+                    named[rank][name].copy_(weights + step)
+            self._average_state(pair, sync + 1, say)
+
+    def _blended(self, rank: int, step: NoLoCo | None) -> Values:
+        """Return what a pair needs the mean of: slow weights, led on by the parameters."""
+        if step is None:
+            return {}
+        parameters = dict(self.models[rank].named_parameters())
+        ratio = step.beta / step.gamma
+        return {
+            name: weights + ratio * (parameters[name].detach() - weights)
+            for name, (weights, _) in self._slow[rank].items()
+        }
+
+    def _gated(
+        self, level: str, group: tuple[int, ...], fragment: int, named: dict[int, Values]
+    ) -> tuple[dict[int, float], dict[int, Values]]:
+        """Return by which factors ranks count, and what of theirs is averaged."""
+        gate, outer = self.strategy.gate, self._outer.get((level, group, fragment))
+        if gate is None or outer is None or level != self._widest:
+            return dict.fromkeys(group, 1.0), named
+        norms, out, values = {}, {}, {}
+        for rank in group:
+            history = self._histories.get((rank, fragment), History())
+            moved = [(a.double() - named[rank][n].double()) for n, a in outer.anchors.items()]
+            square = sum(float(by.square().sum()) for by in moved)
+            norms[rank] = float(torch.tensor(math.sqrt(square), dtype=torch.float32))
+            out[rank] = gate.is_outlier(norms[rank], history)
+            self._histories[rank, fragment] = gate.following(norms[rank], history)
+            share = gate.share(norms[rank])
+            clipped = {n: a + share * (named[rank][n] - a) for n, a in outer.anchors.items()}
+            values[rank] = named[rank] if share == 1.0 else {**named[rank], **clipped}
+        nobody = all(out.values())
+        left_out = [out[rank] and not nobody for rank in group]
+        say = dict(zip(group, gate.say([norms[rank] for rank in group], left_out), strict=True))
+        heard = {rank: values[rank] if say[rank] else named[rank] for rank in group}
+        return say, heard
+
+    @property
+    def _widest(self) -> str:
+        averaging = self.strategy.schedule.parameter_levels() or {self.topology.widest}
+        return next(name for name in reversed([*self.topology.levels]) if name in averaging)
 
     def _first_group(self, level: str) -> tuple[int, ...]:
         return self.topology.levels[level][0]
@@ -177,16 +251,23 @@ class Replicas:
         }
 
     def _mean(
-        self, tensors: Sequence[torch.Tensor], group: Sequence[int], name: str
+        self,
+        tensors: Sequence[torch.Tensor],
+        group: Sequence[int],
+        name: str,
+        say: Mapping[int, float],
     ) -> torch.Tensor:
         if name.startswith("buffer ") and self.strategy.buffers is Buffers.BROADCAST:
-            return tensors[0].clone()
+            first = next(at for at, rank in enumerate(group) if say[rank])
+            return tensors[first].clone()
         if not tensors[0].is_floating_point():
             return torch.stack(list(tensors)).max(0).values  # counters
         weights = self.topology.weights
-        return exact_mean(tensors, None if weights is None else [weights[rank] for rank in group])
+        factors = [say[rank] * (1.0 if weights is None else weights[rank]) for rank in group]
+        told = [(t, factor) for t, factor in zip(tensors, factors, strict=True) if factor]
+        return exact_mean([t for t, _ in told], [factor for _, factor in told])
 
-    def _average_state(self, group: Sequence[int], sync: int) -> None:
+    def _average_state(self, group: Sequence[int], sync: int, say: Mapping[int, float]) -> None:
         policy = choose_state(self.strategy.optimizer_state)
         if policy is OptimizerState.RESET:
             for rank in group:
@@ -204,7 +285,7 @@ class Replicas:
                 if not isinstance(kept[0], torch.Tensor) or not policy.averages(sync, key):
                     continue
                 counts = kept[0].ndim == 0 and (key == "step" or models[0][name].ndim > 0)
-                value = torch.stack(kept).max() if counts else self._mean(kept, group, name)
+                value = torch.stack(kept).max() if counts else self._mean(kept, group, name, say)
                 for tensor in kept:
                     tensor.copy_(value)
 

@@ -47,12 +47,10 @@ SHORT = {
     "levels": "periods",
 }
 LEVELS = ("host", "world")  # those of Topology.from_hosts
-# Types in the recipes' signatures that need torch; on a command line there is a wire for a reducer.
-STAND_INS = {
-    **dict.fromkeys(("Arrival", "Fragments", "Outer", "Strategy", "Topology"), object),
-    "Reducer": Wire,
-    "Rule": int,  # of a period: on a command line that is a number
-}
+# Types in the recipes' signatures that need torch; on a command line there is a wire for a reducer,
+# a period is a number, and of parts that have no word there the recipe's own stand.
+PARTS = ("Arrival", "Fragments", "Gate", "Outer", "Strategy", "Topology")
+STAND_INS = {**dict.fromkeys(PARTS, object), "Reducer": Wire, "Rule": int}
 Value = str | int | float | bool | None | Mapping[str, int]
 
 
