@@ -257,7 +257,7 @@ def refuse_sharded(kind: str) -> str:
 def test_what_cannot_be_judged_is_not_attached(pool: RankPool) -> None:
     """Shards, and a widest level without anchors."""
     for text in pool.run(2, refuse_sharded, "sharded"):
-        assert "judges whole replicas" in text
+        assert "is for whole replicas" in text
     for text in pool.run(2, refuse_sharded, "anchors"):
         assert "stands before 'world'" in text
         assert "['host'] only" in text
