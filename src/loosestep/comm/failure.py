@@ -74,6 +74,9 @@ class Notes:
     group: Group
     # Notes that were read, by rank: the store may end with its host before all were.
     _seen: dict[int, str] = field(default_factory=dict)
+    # Whom this rank blames, once it knows: a question that the store has not answered in time may
+    # still write to it when its host goes on, and must not take the name back.
+    _blamed: list[int] = field(default_factory=list)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -117,6 +120,11 @@ class Notes:
         if len(others) == 1 and self.store.host != self.me:
             return others
         patience = 3 * GRACE_SECONDS + (0.0 if given_up is None else SLOW_SECONDS)
+        # Where nobody knows, a store that did not answer tells of its host; one that goes on
+        # meanwhile would only tell who was a little later than this rank.
+        silent_host = self.store.host in others and self._heard(self.store.host) is None
+        if given_up is None and missed is None and silent_host:
+            return self._find_without_store(missed)
         found = self.store.ask(patience, lambda store: self._find(store, missed))
         # Its host may have given up first, and end while this rank still asks.
         if found is None or (given_up is None and len(found) != 1):
@@ -158,6 +166,7 @@ class Notes:
             time.sleep(POLL_SECONDS)
             found = self._take_stock(lambda rank: self._read(store, rank))
         if len(found) == 1:
+            self._blamed[:] = found
             self._write(store, found[0])
         return found
 
@@ -171,6 +180,7 @@ class Notes:
             missed = host
         found = self._follow(self._heard, missed) or self._take_stock(self._heard)
         if len(found) == 1:  # a host that was only stopped finds the note when it goes on
+            self._blamed[:] = found
             self.store.ask(0.0, lambda store: self._write(store, found[0]))
         return found
 
@@ -222,6 +232,7 @@ class Notes:
         return self._seen[rank]
 
     def _write(self, store: Any, missed: int | None) -> None:
+        missed = self._blamed[0] if self._blamed else missed
         store.set(self._key(self.me), "" if missed is None else str(missed))
 
     def _key(self, rank: int) -> str:
