@@ -104,6 +104,18 @@ def make_diloco_overlapped(topology: Topology) -> Strategy:
     return diloco(4, topology=topology, overlap_steps=2)
 
 
+def make_diloco_warmed_up(topology: Topology) -> Strategy:
+    return diloco(3, warmup_steps=2, topology=topology)
+
+
+def make_noloco_warmed_up(topology: Topology) -> Strategy:
+    return noloco(2, warmup_steps=3, topology=topology)
+
+
+def make_streaming_warmed_up(topology: Topology) -> Strategy:
+    return streaming_diloco(4, 2, warmup_steps=3, topology=topology, overlap_steps=1)
+
+
 def make_diloco_of_levels(topology: Topology) -> Strategy:
     return dataclasses.replace(make_hierarchical(topology), outer=nesterov())
 
@@ -205,6 +217,7 @@ RECIPES: dict[str, Make] = {
     "zero, streaming_diloco": make_zero_streaming,
     "diloco": make_diloco,
     "diloco, overlapped": make_diloco_overlapped,
+    "diloco, warmed up": make_diloco_warmed_up,
     "diloco of levels": make_diloco_of_levels,
     "streaming_diloco": make_streaming,
     "streaming_diloco, late": make_streaming_late,
@@ -212,11 +225,13 @@ RECIPES: dict[str, Make] = {
     "streaming_diloco, eager": make_streaming_eager,
     "local sgd in parts": make_streaming_plain,
     "slowmo": make_slowmo,
+    "streaming_diloco, warmed up": make_streaming_warmed_up,
     "snoo": make_snoo,
     "muloco": make_muloco,
     "sparseloco": make_sparseloco,
     "desloc": make_desloc,
     "noloco": make_noloco,
+    "noloco, warmed up": make_noloco_warmed_up,
     "gossip": make_gossip,
     "diloco, gated": make_gated,
     "streaming_diloco, gated": make_gated_late,

@@ -278,6 +278,8 @@ CASES: dict[str, Case] = {
     "muloco, 3": Case(3, recipe(ls.muloco, 3, reducer=ErrorFeedback(Int2()))),
     "sparseloco, 2": Case(2, recipe(ls.sparseloco, 3, reducer=SPARSE)),
     "desloc, 2": Case(2, recipe(ls.desloc, 2, optimizer_state={"momentum_buffer": 2})),
+    "noloco, 2": Case(2, recipe(ls.noloco, 3)),
+    "noloco, 4, sockets": Case(4, recipe(ls.noloco, 3), "sockets"),
     "drift, 2": Case(2, recipe(ls.diloco, schedules.drift(0.05, start=3))),
     # Overlap
     "overlap, 2": Case(2, averaged_by(Mean, overlap_steps=2)),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LinearLR
 
-from loosestep import Strategy, Topology, attach, diloco, hierarchical_sgd, snoo
+from loosestep import Strategy, Topology, attach, ddp, diloco, hierarchical_sgd, snoo
 from loosestep.outer import Outer, nesterov, slowmo
 from loosestep.reducers import ErrorFeedback, Int4, Mean, Reducer
 from loosestep.schedules import every, levels
@@ -161,6 +161,14 @@ def test_sgd_at_a_rate_of_1_is_the_plain_mean(pool: RankPool, null: str, kind: s
     plain = pool.run(2, train, strategy, 8)
     stepped = pool.run(2, train, dataclasses.replace(strategy, outer=NULLS[null]), 8)
     assert all(equal(one, other) for one, other in zip(plain, stepped, strict=True))
+
+
+def test_a_warm_up_is_no_part_of_the_first_step(pool: RankPool) -> None:
+    """Outside, a rate of 0 leads back to where the warm-up has led, and not to the start."""
+    back = diloco(3, warmup_steps=2, outer=nesterov(0.0))
+    found, warm = pool.run(2, train, back, 5)[0], pool.run(2, train, ddp(), 2)[0]
+    trained = [name for name, _ in make_net().named_parameters()]
+    assert all(torch.equal(found[name], warm[name]) for name in trained)
 
 
 def test_one_worker_is_enough(pool: RankPool) -> None:

@@ -120,10 +120,11 @@ class Notes:
         if len(others) == 1 and self.store.host != self.me:
             return others
         patience = 3 * GRACE_SECONDS + (0.0 if given_up is None else SLOW_SECONDS)
-        # Where nobody knows, a store that did not answer tells of its host; one that goes on
-        # meanwhile would only tell who was a little later than this rank.
-        silent_host = self.store.host in others and self._heard(self.store.host) is None
-        if given_up is None and missed is None and silent_host:
+        # Where nobody knows, a store that did not answer tells of its host, unless that is a
+        # neighbour; one that goes on meanwhile would only tell who was a little later than this.
+        host = self.store.host
+        silent = host in others and self._heard(host) is None and not self._lives_here(host)
+        if given_up is None and missed is None and silent:
             return self._find_without_store(missed)
         found = self.store.ask(patience, lambda store: self._find(store, missed))
         # Its host may have given up first, and end while this rank still asks.

@@ -68,6 +68,11 @@ class Schedule(ABC):
         return []
 
     @property
+    def begins(self) -> int:
+        """After which step averaging begins: anchors of outer optimizers are taken there."""
+        return 0
+
+    @property
     def num_fragments(self) -> int:
         """How many parts the parameters are split into; 1: they are averaged as a whole."""
         return 1
@@ -218,6 +223,12 @@ class After(Schedule):
     def chains(self) -> list[tuple[str, ...]]:
         """Return those of both halves."""
         return [chain for half in self._halves() for chain in half.chains()]
+
+    @property
+    def begins(self) -> int:
+        """Where the other half begins, if the first averages nothing."""
+        first = self.before.parameter_levels() if self.start else frozenset()
+        return self.before.begins if first else self.start + self.then.begins
 
     @property
     def num_fragments(self) -> int:

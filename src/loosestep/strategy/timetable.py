@@ -42,6 +42,11 @@ class Timetable:
         """Whether parameters are ever averaged."""
         return bool(self._schedule.parameter_levels())
 
+    @property
+    def begins(self) -> int:
+        """After which step averaging begins."""
+        return self._schedule.begins
+
     def due(self, step: int) -> Due:
         """Return what is due now that ``step`` steps are finished."""
         return self._schedule(step)

@@ -107,6 +107,8 @@ class Engine:
         self._synced_step = -1  # after which the widest level averaged last; -1: not yet
         self._common_step = 0  # every replica has all replicas' steps up to this one
         self._inside_averaged = False
+        self._begins = 0 if timetable is None else timetable.begins
+        self._start_is_common = False
 
     @property
     def widest(self) -> str:
@@ -134,17 +136,21 @@ class Engine:
             averager.broadcast(self.replica.everything())
         elif initial is Initial.REFUSE:
             averager.compare(self.replica.everything())
-        if not prepare:
-            return
-        common, weights = initial is not Initial.IGNORE, self.replica.weights()
+        self._start_is_common = initial is not Initial.IGNORE
+        if prepare:
+            self._prepare(common=self._start_is_common)
+
+    def _prepare(self, *, common: bool) -> None:
+        """Make what averages need; where replicas have ``common`` values, those go into it."""
         remembers = self._settings.reducer.lossy or self._settings.outer or self._overlap.steps
         remembers = remembers or self._pairs is not None
+        weights = self.replica.weights()
         for name in self.levels if remembers else ():
             for fragment in self._fragments:
                 by, parts = self.averager(name, fragment=fragment), self._only(weights, fragment)
                 self.replica.prepare(parts, by, self.averager, common=common)
                 if self._pairs is not None:
-                    self._pairs.prepare(by.peers, parts)
+                    self._pairs.prepare(by.peers, parts, common=common)
                 if self._overlap.steps and name == self.widest:
                     self._overlap.prepare(self.replica.shares(parts, by, self.averager))
 
@@ -165,6 +171,8 @@ class Engine:
         self._last_step = step
         if not local and self._common_step == step - 1:
             self._common_step = step
+            if self._start_is_common and step == self._begins:
+                self._prepare(common=True)  # a warm-up was no part of what averages are about
         # What is under way comes first, however close the next one is.
         while self._overlap.flights and (
             self.lands(step) or (level is not None and self._overlap.is_full)

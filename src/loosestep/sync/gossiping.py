@@ -29,9 +29,14 @@ class Gossiping:
         self._averagers: dict[tuple[int, ...], Averager] = {}
         self._binder = Binder()  # all pairs average the same tensors
 
-    def prepare(self, whole: Peers, parts: Parts) -> None:
-        """Make the groups of all pairs; all ranks of the level call this."""
+    def prepare(self, whole: Peers, parts: Parts, *, common: bool) -> None:
+        """Make the groups of all pairs; all ranks of the level call this.
+
+        ``common``: slow weights begin where the parameters are.
+        """
         if self._slow is not None:
+            if common:
+                self._slow.anchor(parts)
             parts = self._slow.blended(parts)
         for sync in range(self.rule.num_rounds(whole.size)):
             pair = self._with_partner(whole, sync)

@@ -44,6 +44,14 @@ class SlowWeights:
         return f"{len(self._slow)} slow weights after {self.num_steps} steps"
 
     @torch.no_grad()
+    def anchor(self, parts: Parts) -> None:
+        """Go on from where the parameters are; momentum stays."""
+        named = compressible(memory(parts.means))
+        self._follow(named)
+        for name, tensor in named:
+            self._slow[name].copy_(tensor)
+
+    @torch.no_grad()
     def blended(self, parts: Parts) -> Parts:
         """Return what is averaged in place of the parameters, which stay as they are."""
         named = compressible(memory(parts.means))

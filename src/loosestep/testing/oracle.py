@@ -109,6 +109,8 @@ class Replicas:
         for optimizer in self.optimizers.values():
             optimizer.step()
         due, finished = schedule(step + 1), step + 1
+        if finished == schedule.begins:
+            self._begin()
         # What is under way lands when it is time, and before another of the same is launched.
         full = due.parameters is not None and len(self.fragments) == 1
         for late in [late for late in self._late if full or late.step <= finished]:
@@ -119,6 +121,18 @@ class Replicas:
                     self._gossip(due.parameters, group, strategy.gossip)
                 else:
                     self._sync(due.parameters, group, due.fragment or 0, finished)
+
+    def _begin(self) -> None:
+        """Let outer optimizers begin where a warm-up that was everybody's has led."""
+        values: list[Values] = [{**dict(m.named_parameters())} for m in self.models.values()]
+        names = [name for part in self.fragments for name in part]
+        if not all(torch.equal(values[0][n], other[n]) for other in values for n in names):
+            return
+        for outer in self._outer.values():
+            outer.anchor(values[0])
+        for slow in self._slow.values():
+            for name, (_, momentum) in slow.items():
+                slow[name] = (values[0][name].detach().clone(), momentum)
 
     @torch.no_grad()
     def _sync(self, level: str, group: tuple[int, ...], fragment: int, step: int) -> None:
