@@ -221,6 +221,8 @@ class Notes:
         self, store: Any, rank: int, deadline: float, enough: Callable[[str | None], bool]
     ) -> str | None:
         """Return a rank's note once it says enough, or what it says by then."""
+        if self.store.host in self.ranks:  # it may end, and the store with it, while others wait
+            self._read(store, self.store.host)
         while not enough(note := self._read(store, rank)) and time.monotonic() <= deadline:
             time.sleep(POLL_SECONDS)
         return note
