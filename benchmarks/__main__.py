@@ -11,6 +11,7 @@ import argparse
 from benchmarks import (
     averaging,
     codecs,
+    family,
     feedback,
     gradients,
     growth,
@@ -31,6 +32,7 @@ from benchmarks.report import write
 BENCHMARKS = {
     "averaging": averaging.run,
     "codecs": codecs.run,
+    "family": family.run,
     "feedback": feedback.run,
     "gradients": gradients.run,
     "growth": growth.run,

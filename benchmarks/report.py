@@ -43,7 +43,7 @@ def write(name: str, rows: list[Row]) -> None:
     content = {
         "command": f"python -m benchmarks {name}",
         "date": today,
-        "machine": _machine(),
+        "machine": machine(),
         "rows": [asdict(row) for row in rows],
     }
     path = RESULTS / f"{today}-{name}.json"
@@ -51,7 +51,8 @@ def write(name: str, rows: list[Row]) -> None:
     print(f"written to {path.relative_to(RESULTS.parent.parent)}")
 
 
-def _machine() -> dict[str, str]:
+def machine() -> dict[str, str]:
+    """Return on what numbers were measured."""
     return {
         "cores": str(os.cpu_count()),
         "processor": _processor(),
