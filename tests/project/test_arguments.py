@@ -335,7 +335,7 @@ PURE: dict[str, Case] = {
         no_ranks,
         {"world_size": 1, "body": len, "timeout": 60.0, "group_timeout": 30.0},
     ),
-    "Place": (Place, {"slot": "gradients 0", "runs": ()}),
+    "Place": (Place, {"name": "gradients 0", "runs": ()}),
     "JsonLines": (written(JsonLines), {"path": "run.jsonl"}),
     "TensorBoard": (written(TensorBoard), {"log_dir": "runs"}),
     "get_params_to_average": (get_params_to_average, {"params": []}),

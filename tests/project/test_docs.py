@@ -108,8 +108,10 @@ def test_architecture_names_files_that_exist():
 def test_architecture_names_notes_and_things_that_exist():
     """Every note is written somewhere, and everything that a row says where it is, is there."""
     code = "\n".join(path.read_text() for path in SOURCES)
+    notes = re.findall(r"^ *\[Note: ([^\]]+)\]", code, re.M)
+    assert sorted(notes) == sorted(set(notes)), "each is written once, and named elsewhere"
     for note in set(re.findall(r"\[Note: ([^\]]+)\]", ARCHITECTURE)):
-        assert re.search(rf"^ *\[Note: {re.escape(' '.join(note.split()))}\]", code, re.M), note
+        assert " ".join(note.split()) in notes
     rows = ARCHITECTURE.partition("## Where is ...")[2].partition("\n## ")[0]
     for name in re.findall(r"`((?:\w+\.)?\w+)`", rows):
         if not name.endswith((".py", ".c", ".h")):

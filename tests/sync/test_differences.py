@@ -46,7 +46,7 @@ class Eighths(Mean):
         self.sent: list[tuple[str, float]] = []
 
     def start(self, buffer: torch.Tensor, peers: Peers, state: Any, place: Place) -> Handle:
-        self.sent.append((place.slot, float(buffer.abs().max())))
+        self.sent.append((place.name, float(buffer.abs().max())))
         buffer.mul_(8).round_().div_(8)
         return super().start(buffer, peers, state, place)
 

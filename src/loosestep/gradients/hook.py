@@ -5,8 +5,8 @@
 DDP deals its gradients to other buckets after the first backward, and deals them as at first after
 a restart. What a reducer remembers must not depend on that. So windows are the buckets of the first
 backward for good: gradients of later buckets are brought there, reduced as soon as a window is
-full, and brought back. [Note: order of windows] Buckets come in one order on all ranks, hence so do
-full windows.
+full, and brought back. Buckets come in one order on all ranks, hence so do full windows ([Note:
+order of collectives] in ``gradients/plain.py``).
 """
 
 import threading

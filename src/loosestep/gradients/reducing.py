@@ -104,13 +104,13 @@ class ByReducer(ToAll):
         self._slots[bucket] = f"gradients {len(self._slots)}"
 
     def _share(self, bucket: Bucket, buffer: torch.Tensor, level: str) -> Shared:
-        slot = self._slots[bucket]
-        phase = Phase("sharing gradients", slot, self._sharing.clock.step)
+        name = self._slots[bucket]
+        phase = Phase("sharing gradients", name, self._sharing.clock.step)
         self._sharing.count(Traffic())
         peers = self._sharing.peers(level).during(phase)
         # With the flags behind the gradients it is no buffer of tensors: those reducers are exact.
         runs = bucket.runs if buffer.numel() == bucket.runs.numel else None
-        return self._reductions.share(buffer, peers, Place(slot, runs))
+        return self._reductions.share(buffer, peers, Place(name, runs))
 
     def close(self) -> None:
         """End the thread and let go of the groups."""

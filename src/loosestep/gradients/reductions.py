@@ -107,7 +107,7 @@ class Reductions:
                 torch.accelerator.synchronize(buffer.device)  # the thread has streams of its own
             if buffer.is_complex():
                 # Their mean is that of their real and of their imaginary parts, and exact.
-                real, at = torch.view_as_real(buffer).view(-1), Place(place.slot)
+                real, at = torch.view_as_real(buffer).view(-1), Place(place.name)
                 handle = self._start(real, peers, at)
             else:
                 handle = self._start(buffer, peers, place)

@@ -34,7 +34,7 @@ def remember(references: References, jobs: Sequence[Job]) -> None:
         if job.peers.size > 1 and job.by is None:
             window = job.window
             empty = torch.empty(window.numel, dtype=window.dtype, device=window.device)
-            references.keep(job.place.slot, pack(window, empty))
+            references.keep(job.place.name, pack(window, empty))
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Differences:
         """Launch the mean of the differences; parameters stay as they are until it is there."""
         if job.peers.size == 1 or job.by is not None:
             return Direct(Mean(), self.state).send(job, phase)
-        reference = self.references.get(job.place.slot, job.window.device)
+        reference = self.references.get(job.place.name, job.window.device)
         peers = job.peers.during(phase)
         if reference is None:
             buffer = stage(job)
@@ -87,7 +87,7 @@ class _First(Sent):
     def commit(self) -> None:
         """Take the mean for a reference from now on."""
         super().commit()
-        self.references.keep(self.job.place.slot, self._mean)
+        self.references.keep(self.job.place.name, self._mean)
 
 
 @dataclass
@@ -123,7 +123,7 @@ class _Difference(Sent):
     def commit(self) -> None:
         """Let the reference move too."""
         super().commit()
-        self.references.keep(self.job.place.slot, self._moved)
+        self.references.keep(self.job.place.name, self._moved)
 
 
 def _relative_to(mean: torch.Tensor, traffic: Traffic) -> Traffic:

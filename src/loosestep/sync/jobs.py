@@ -50,7 +50,7 @@ def jobs_of(
     by: Reducer | None = None,
     origins: Mapping[str, tuple[str, int]] | None = None,
 ) -> list[Job]:
-    """Return a job for every window; its slot names the tensors and counts those of one name.
+    """Return a job for every window; its name says which tensors, and counts those of one name.
 
     ``origins``: of which tensors the windows' are parts, and from which element.
     """

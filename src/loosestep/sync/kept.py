@@ -134,7 +134,7 @@ def load_into(
 
 
 class References:
-    """The values that all ranks of one group had after their last sync, by slot.
+    """The values that all ranks of one group had after their last sync, by name.
 
     They take as much memory as what is averaged, once for every level that averages (``nbytes``).
     When other tensors are averaged than before, all ranks forget all of them alike.
@@ -163,28 +163,28 @@ class References:
         """Forget everything; the next sync is exact."""
         self._values, self._signature, self._followed = {}, "", None
 
-    def get(self, slot: str, device: torch.device) -> torch.Tensor | None:
-        """Return the common values of a slot, or None before its first sync."""
-        values = self._values.get(slot)
+    def get(self, name: str, device: torch.device) -> torch.Tensor | None:
+        """Return the common values of a name, or None before its first sync."""
+        values = self._values.get(name)
         if values is not None and values.device != device:  # a checkpoint is loaded to the CPU
-            values = self._values[slot] = values.to(device)
+            values = self._values[name] = values.to(device)
         return values
 
-    def keep(self, slot: str, values: torch.Tensor) -> None:
+    def keep(self, name: str, values: torch.Tensor) -> None:
         """Take values that all ranks have; the tensor is theirs from now on."""
-        self._values[slot] = values
+        self._values[name] = values
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the values, and what they belong to."""
-        values = {slot: tensor.clone() for slot, tensor in self._values.items()}
+        values = {name: tensor.clone() for name, tensor in self._values.items()}
         return {"signature": self._signature, "values": values}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what ``state_dict`` returned."""
         self._signature, self._followed = str(state_dict["signature"]), None
-        self._values = {slot: tensor.clone() for slot, tensor in state_dict["values"].items()}
+        self._values = {name: tensor.clone() for name, tensor in state_dict["values"].items()}
 
 
 def _signature(jobs: Sequence[Job]) -> str:
-    lines = [f"{job.place.slot} {job.window.numel} {job.window.dtype}" for job in jobs]
+    lines = [f"{job.place.name} {job.window.numel} {job.window.dtype}" for job in jobs]
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()

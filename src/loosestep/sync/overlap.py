@@ -8,9 +8,10 @@ https://arxiv.org/abs/1906.12043. An average between its launch and its landing 
 training thread stands still for one copy at launch and one sum at landing. A snapshot and a mean
 are kept in memory beside the model for every flight (``Overlap.nbytes``).
 
-[Note: order of messages] Flights wait in a queue, in the order of their launches, which is the same
-on all ranks. One thread carries them, one after the other: it agrees and averages over process
-groups that nothing else uses meanwhile ([Note: threads and groups] in ``comm/group.py``).
+Flights wait in a queue, in the order of their launches, which is the same on all ranks ([Note:
+order of collectives] in ``gradients/plain.py``). One thread carries them, one after the other: it
+agrees and averages over process groups that nothing else uses meanwhile ([Note: threads and groups]
+in ``comm/group.py``).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class RecordingReducer(Reducer):
         if inner is not None:
             check_reducer("inner", inner)
         self.inner: Reducer = Mean() if inner is None else inner
-        self.calls: list[tuple[str, int, torch.dtype]] = []  # slot, number of elements, dtype
+        self.calls: list[tuple[str, int, torch.dtype]] = []  # name, number of elements, dtype
 
     @property
     def host_size(self) -> int | None:
@@ -37,7 +37,7 @@ class RecordingReducer(Reducer):
 
     def start(self, buffer: torch.Tensor, peers: Peers, state: Any, place: Place) -> Handle:
         """Note the call and hand it on."""
-        self.calls.append((place.slot, buffer.numel(), buffer.dtype))
+        self.calls.append((place.name, buffer.numel(), buffer.dtype))
         return self.inner.start(buffer, peers, state, place)
 
     def bytes_on_wire(

@@ -1,4 +1,4 @@
-/* The exact mean in one pass: twins of mean_into() in wire/mean.py, to the bit.
+/* The exact mean in one pass: twins of mean_into() in comm/reducers/mean.py, to the bit.
  *
  * Sums are kept wider than the data, in the order of the replicas, and rounded once.
  */

@@ -1,5 +1,5 @@
 /* Trains: many buffers, one after the other, through the windows of all neighbours, as
- * wire/train.py describes them.
+ * comm/reducers/train.py describes them.
  */
 #define _GNU_SOURCE
 #include "interface.h"

@@ -156,7 +156,7 @@ class Compressed(Reducer):
         """Launch it, with memories of what is lost on the way."""
         if not buffer.is_floating_point():
             raise TypeError(
-                f"{self!r} encodes floating values, got {buffer.dtype} in {place.slot!r}; average "
+                f"{self!r} encodes floating values, got {buffer.dtype} in {place.name!r}; average "
                 "it with Mean(), or a complex tensor as its view_as_real"
             )
         if peers.size == 1:
@@ -164,7 +164,7 @@ class Compressed(Reducer):
         runs = place.holds(buffer.numel())
         by_chance = self.rounding is Rounding.STOCHASTIC
         chances = Chances(self.seed, state, runs, peers) if by_chance else Certain()
-        order = _Order(place.slot, runs, self.codec, self.on_nonfinite, chances, memories)
+        order = _Order(place.name, runs, self.codec, self.on_nonfinite, chances, memories)
         kind = _Gathered if peers.size == 2 or self.gather else _InFlight
         return kind(order, Task(buffer, peers, runs.slices(peers.size, self.codec.block)))
 
@@ -217,7 +217,7 @@ class Chances(Certain):
 class _Order:
     """How one buffer is to be reduced."""
 
-    slot: str
+    name: str
     runs: Runs
     codec: Codec
     on_nonfinite: NonFinite
@@ -307,7 +307,7 @@ class _InFlight(Handle):
         """Return whose values count; raise on all ranks if that cannot be said."""
         bad = [p for p, message in self._inbox.items() if int(message[-1])]
         try:
-            return contributors(self._peers, bad, self._order.on_nonfinite, self._order.slot)
+            return contributors(self._peers, bad, self._order.on_nonfinite, self._order.name)
         except ValueError as error:
             _wait(self._leaving)  # so that the group can go on with other things
             self._error = error

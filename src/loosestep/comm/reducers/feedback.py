@@ -36,7 +36,7 @@ from loosestep.errors import is_number
 
 
 class Residuals(State):
-    """What was left out of messages, by slot: of this rank's values, and of means that it owns."""
+    """What was left out of messages, by name: of this rank's values, and of means that it owns."""
 
     def __init__(self, inner: State) -> None:
         self.inner = inner
@@ -51,13 +51,13 @@ class Residuals(State):
 
     def describe(self) -> str:
         """Return how much is kept of what."""
-        return describe_sizes({slot: kept.numel() for slot, kept in self.sent.items()})
+        return describe_sizes({name: kept.numel() for name, kept in self.sent.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies by slot, and the state of the reducer inside."""
+        """Return copies by name, and the state of the reducer inside."""
         kept = {
-            "sent": {slot: kept.clone() for slot, kept in self.sent.items()},
-            "mean": {slot: kept.clone() for slot, kept in self.mean.items()},
+            "sent": {name: kept.clone() for name, kept in self.sent.items()},
+            "mean": {name: kept.clone() for name, kept in self.mean.items()},
             "inner": self.inner.state_dict(),
         }
         return {name: state for name, state in kept.items() if state}
@@ -71,8 +71,8 @@ class Residuals(State):
                 f"{unknown}; was it written with another reducer?"
             )
         self.inner.load_state_dict(state_dict.get("inner", {}))
-        self.sent = {slot: kept.clone() for slot, kept in state_dict.get("sent", {}).items()}
-        self.mean = {slot: kept.clone() for slot, kept in state_dict.get("mean", {}).items()}
+        self.sent = {name: kept.clone() for name, kept in state_dict.get("sent", {}).items()}
+        self.mean = {name: kept.clone() for name, kept in state_dict.get("mean", {}).items()}
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class ErrorFeedback(Reducer):
     def start(self, buffer: torch.Tensor, peers: Peers, state: Residuals, place: Place) -> Handle:
         """Launch the mean of the values and of what was kept of earlier ones."""
         mine = self.owned(buffer, peers, place)
-        sent = Residual(state.sent, place.slot, buffer.numel(), self.decay)
-        mean = Residual(state.mean, place.slot, mine, self.decay)
+        sent = Residual(state.sent, place.name, buffer.numel(), self.decay)
+        mean = Residual(state.mean, place.name, mine, self.decay)
         return self.moves.launch(buffer, peers, state.inner, place, Memories(sent, mean))
 
     def bytes_on_wire(
@@ -156,25 +156,25 @@ def describe_sizes(sizes: Mapping[str, int]) -> str:
 
 
 class Residual:
-    """What is kept of one slot, in one direction."""
+    """What is kept of one name, in one direction."""
 
     def __init__(
-        self, store: dict[str, torch.Tensor], slot: str, size: int, decay: float = 1.0
+        self, store: dict[str, torch.Tensor], name: str, size: int, decay: float = 1.0
     ) -> None:
-        self._store, self._slot, self._size, self._decay = store, slot, size, decay
+        self._store, self._name, self._size, self._decay = store, name, size, decay
         self._left: torch.Tensor | None = None  # out of this message; kept from ``commit`` on
         self.bytes_held = 4 * size
-        kept = store.get(slot)
+        kept = store.get(name)
         if kept is not None and kept.numel() != size:
             raise ValueError(
-                f"error feedback keeps {kept.numel()} values for {slot!r}, but there are {size} "
+                f"error feedback keeps {kept.numel()} values for {name!r}, but there are {size} "
                 "now; its state is of another model, window size or number of ranks: forget it "
                 "with load_state_dict({}), on all ranks"
             )
 
     def carry(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values and what was kept, which itself stays as it is until ``commit``."""
-        kept = self._store.get(self._slot)
+        kept = self._store.get(self._name)
         wanted = STAGING.take(self._size, torch.float32, values.device)
         if kept is None:
             return wanted.copy_(values)
@@ -194,4 +194,4 @@ class Residual:
     def commit(self) -> None:
         """Keep what was noted."""
         if self._left is not None:
-            self._store[self._slot], self._left = self._left, None
+            self._store[self._name], self._left = self._left, None

@@ -21,7 +21,7 @@ def all_finite(values: torch.Tensor) -> bool:
     return bool(codec_torch.all_finite(narrow))
 
 
-def contributors(peers: Peers, bad: Sequence[int], policy: NonFinite, slot: str) -> list[int]:
+def contributors(peers: Peers, bad: Sequence[int], policy: NonFinite, name: str) -> list[int]:
     """Return the group ranks whose values make the mean, or raise on every rank alike.
 
     A member whose weight is 0 is not asked for its values.
@@ -31,16 +31,16 @@ def contributors(peers: Peers, bad: Sequence[int], policy: NonFinite, slot: str)
     good = [p for p in asked if p not in bad]
     if good == asked or (good and policy is NonFinite.SKIP):
         return good
-    raise _error(peers, [p for p in asked if p in bad], slot)
+    raise _error(peers, [p for p in asked if p in bad], name)
 
 
-def _error(peers: Peers, bad: Sequence[int], slot: str) -> NotFinite:
+def _error(peers: Peers, bad: Sequence[int], name: str) -> NotFinite:
     ranks = tuple(peers.global_ranks[p] for p in bad)
     text = (
         f"rank {peers.global_ranks[peers.group_rank]}: only finite values can be compressed, but "
-        f"there is an infinity or NaN in {slot!r} on rank {', '.join(map(str, ranks))} while "
+        f"there is an infinity or NaN in {name!r} on rank {', '.join(map(str, ranks))} while "
         f"{peers.phase} on level {peers.level!r} (float64 counts as such beyond 3.4e38). Nothing "
-        f"has been changed in {slot!r}; skip this step, or leave such ranks out of the mean with "
+        f"has been changed in {name!r}; skip this step, or leave such ranks out of the mean with "
         "on_nonfinite='skip', as long as one is left"
     )
-    return NotFinite(text, ranks=ranks, tensor=slot)
+    return NotFinite(text, ranks=ranks, tensor=name)

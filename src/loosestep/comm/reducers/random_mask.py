@@ -77,7 +77,7 @@ class RandomMask(Reducer):
         some = buffer[mask]
         if peers.weights is not None and peers.weights[peers.group_rank] == 0.0:
             some.zero_()  # it has no say, and its values may be anything
-        handle = Mean().start(some, peers, NOTHING, Place(place.slot))
+        handle = Mean().start(some, peers, NOTHING, Place(place.name))
         return _Masked(handle, buffer, mask, some, state, calls)
 
     def mask(

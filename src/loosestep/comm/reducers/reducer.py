@@ -40,17 +40,17 @@ class NonFinite(enum.Enum):
 class Place:
     """Where in the model a buffer belongs; what is remembered of its values goes by this."""
 
-    slot: str  # the same at every sync of the same tensors, and no other buffer's
-    runs: Runs | None = None  # what it holds; None: one tensor, named by the slot
+    name: str  # the same at every sync of the same tensors, and no other buffer's
+    runs: Runs | None = None  # what it holds; None: one tensor of that name
 
     def holds(self, numel: int) -> Runs:
         """Return what a buffer of so many elements holds."""
         if self.runs is None:
-            return Runs.of(numel, self.slot)
+            return Runs.of(numel, self.name)
         if self.runs.numel != numel:
             raise ValueError(
-                f"the place of a buffer must say what it holds: {self.slot!r} has runs of "
-                f"{self.runs.numel} elements, and the buffer {numel}; give Place(slot) for a part"
+                f"the place of a buffer must say what it holds: {self.name!r} has runs of "
+                f"{self.runs.numel} elements, and the buffer {numel}; give Place(name) for a part"
             )
         return self.runs
 

@@ -63,7 +63,7 @@ class ReplicaFeedback(ErrorFeedback):
     def start(self, buffer: torch.Tensor, peers: Peers, state: Residuals, place: Place) -> Handle:
         """Launch the mean of what arrives; ``left`` of the handle is what did not."""
         unsent = Unsent(buffer.numel())
-        mine = Residual(state.mean, place.slot, self.owned(buffer, peers, place))
+        mine = Residual(state.mean, place.name, self.owned(buffer, peers, place))
         memories = Memories(unsent, mine)
         return Leaving(self.moves.launch(buffer, peers, state.inner, place, memories), unsent)
 

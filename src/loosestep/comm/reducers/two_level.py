@@ -158,9 +158,9 @@ class TwoLevel(Reducer):
 
         runs = place.holds(buffer.numel())
 
-        def launch(piece: torch.Tensor, slot: str, held: Runs) -> Handle:
+        def launch(piece: torch.Tensor, name: str, held: Runs) -> Handle:
             bounds = held.slices(inside.size, self.block)
-            at = Place(slot, held.part(*bounds[inside.group_rank]))
+            at = Place(name, held.part(*bounds[inside.group_rank]))
 
             def onward(mine: torch.Tensor) -> Handle:
                 return self.inner.start(mine, across, state, at)
@@ -169,10 +169,10 @@ class TwoLevel(Reducer):
 
         most = _most_bytes(inside.size)
         if buffer.nbytes <= most or self._lives_there(buffer, inside):
-            return launch(buffer, place.slot, runs)
+            return launch(buffer, place.name, runs)
         bounds = self._pieces(runs, buffer.dtype, most, peers.size)
         pieces = (
-            (buffer[start:stop], f"{place.slot}, part {number}", runs.part(start, stop))
+            (buffer[start:stop], f"{place.name}, part {number}", runs.part(start, stop))
             for number, (start, stop) in enumerate(bounds)
         )
         return InPieces(pieces, lambda piece: launch(*piece))
@@ -219,7 +219,7 @@ class TwoLevel(Reducer):
         mine = all_finite(buffer)
         said = [bool(flag[0]) for flag in peers.exchange_fixed(bytes([mine]))]
         bad = [member for member, finite in enumerate(said) if not finite]
-        allowed = contributors(peers, bad, self.on_nonfinite, place.slot)
+        allowed = contributors(peers, bad, self.on_nonfinite, place.name)
         if not bad:
             return peers
         if not mine:

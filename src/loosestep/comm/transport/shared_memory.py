@@ -5,12 +5,13 @@ for data. A rank writes how far it is into its row in its neighbours' segments a
 own. Telling is a store; a rank that waits sleeps until the kernel wakes it (a futex), so that more
 ranks than cores do not take each other's time.
 
-[Note: memory order] A *slot* is what a row says about one buffer: ``MARKS`` columns, of which three
-hold the number of the last buffer that was offered, reduced or taken there. Who reads a column
-compares it with the number of its own buffer. Numbers only grow, and nobody sets them back: what is
-left from a buffer before is smaller, and so means "not yet". Nobody is told a number either: all
-members open and finish their slots in one order, so they count alike, and all pass over the same
-places. A place is taken again when all neighbours have said that they have taken what it was about.
+[Note: slots and memory order] A *slot* is what a row says about one buffer: ``MARKS`` columns, of
+which three hold the number of the last buffer that was offered, reduced or taken there. Who reads a
+column compares it with the number of its own buffer. Numbers only grow, and nobody sets them back:
+what is left from a buffer before is smaller, and so means "not yet". Nobody is told a number
+either: all members open and finish their slots in one order, so they count alike, and all pass over
+the same places. A place is taken again when all neighbours have said that they have taken what it
+was about.
 
 Whoever tells writes data first (a window, ``PLACE``, ``DETAIL``), then the column; whoever listens
 reads the column first, then data. Between the two there is a fence on both sides. x86 keeps the
@@ -65,7 +66,7 @@ Row = ctypes.c_int64 * COLUMNS
 HEADER_BYTES = 64  # a random number at the front, by which neighbours know that they have met
 ENDED = "its process has ended"
 
-# Whether stores are seen in the order in which they were made ([Note: memory order]).
+# Whether stores are seen in the order in which they were made ([Note: slots and memory order]).
 ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
