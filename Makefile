@@ -23,7 +23,7 @@ demo bench: export OMP_NUM_THREADS := 1
 demo: $(READY)
 	$(BIN)/loosestep compare \
 	  torch-ddp torch-hierarchical:world=8 \
-	  loosestep=post_local_sgd:period=8,warmup=0,gradient_wire=exact,wire=int4,overlap=4 \
+	  loosestep=post_local_sgd:period=8,warmup_steps=0,gradient_reducer=mean,reducer=int4,overlap_steps=4 \
 	  --link 100mbit --or-loopback --steps 60 --eval-every 15 --target 2.5 --report report.html
 
 test: $(READY) browser

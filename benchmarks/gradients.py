@@ -21,9 +21,9 @@ MOST_SEEDS = 5
 SMALL = replace(WHOLE, width=128, depth=4, heads=4)
 CONTENDERS = (
     Contender("DDP", "torch-ddp", STEPS),
-    Contender("4 bits + feedback", "ddp:gradient_wire=int4+ef", STEPS),
-    Contender("2 bits + feedback", "ddp:gradient_wire=int2+ef", STEPS),
-    Contender("1.6 bits", "ddp:gradient_wire=ternary", STEPS),
+    Contender("4 bits + feedback", "ddp:gradient_reducer=int4+ef", STEPS),
+    Contender("2 bits + feedback", "ddp:gradient_reducer=int2+ef", STEPS),
+    Contender("1.6 bits", "ddp:gradient_reducer=ternary", STEPS),
 )
 
 

@@ -33,7 +33,7 @@ from tests.support.commands import (
 )
 
 needs_namespaces = pytest.mark.skipif(bool(missing()), reason=missing())
-OURS = "post_local_sgd:period=4,warmup=0,wire=int8,gradients=none"
+OURS = "post_local_sgd:period=4,warmup_steps=0,reducer=int8,gradients=none"
 
 
 @pytest.fixture(scope="module")
@@ -108,15 +108,19 @@ def test_a_file_of_settings_is_used_or_refused(tmp_path: Path, compared: tuple[D
 
 def test_one_warm_up_is_for_all_contenders(tmp_path: Path):
     """Who has none gets it, who was given one keeps it, and a run that never leaves it says so."""
-    specs = ("post_local_sgd:period=2,gradients=none", "torch-post-local:period=2,warmup=1", "ddp")
-    ends = ("--steps", "4", "--warmup", "4", "--workers-per-host", "1")
+    specs = (
+        "post_local_sgd:period=2,gradients=none",
+        "torch-post-local:period=2,warmup_steps=1",
+        "ddp",
+    )
+    ends = ("--steps", "4", "--warmup-steps", "4", "--workers-per-host", "1")
     done = call(
         "compare", *specs, *TINY, *ends, "--json", tmp_path / "t.json", "--out", tmp_path / "o"
     )
     assert (done.code, done.err) == (0, "")
     rows = {row["strategy"]: row["still_in_its_warm_up"] for row in read_json(tmp_path / "t.json")}
     ours = "post_local_sgd:period=2,gradients=none"
-    assert rows == {ours: True, "torch-post-local:period=2,warmup=1": False, "ddp": False}
+    assert rows == {ours: True, "torch-post-local:period=2,warmup_steps=1": False, "ddp": False}
     assert "still in its warm-up" in " ".join(done.out.split())
     assert "is still in its warm-up" in (tmp_path / "o" / "report.html").read_text()
 
@@ -158,7 +162,7 @@ def processes_about(text: str) -> list[str]:
 def test_emulated_hosts_count_what_leaves_them_and_leave_nothing(tmp_path: Path):
     """Two hosts with two workers each: ours send a copy a host, PyTorch's a copy a worker."""
     before, workers = namespaces(), {*workers_of(os.getpid())}
-    ours, theirs = "post_local_sgd:period=4,warmup=0", "torch-post-local:period=4"
+    ours, theirs = "post_local_sgd:period=4,warmup_steps=0", "torch-post-local:period=4"
     options = ("--link", "100mbit", "--hosts", "2", "--workers-per-host", "2", "--steps", "24")
     files = ("--json", tmp_path / "table.json", "--out", tmp_path / "runs")
     done = call("compare", ours, theirs, *TINY, *options, *files)

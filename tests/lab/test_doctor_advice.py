@@ -21,7 +21,7 @@ from loosestep.lab.doctor import (
     recommend,
     show,
 )
-from loosestep.lab.doctor.advice import LADDER, WIRES, Plan
+from loosestep.lab.doctor.advice import LADDER, REDUCERS, Plan
 from loosestep.lab.doctor.measuring import pairs_of
 from loosestep.lab.doctor.rates import affordable
 from loosestep.lab.trainer.specs import parse_spec
@@ -92,7 +92,7 @@ def test_an_overlap_hides_the_rest() -> None:
     """4 MB: an average takes 1.6 s, which two steps of 1.004 s hide; every fourth step it fits."""
     links = links_of(0.5, 0.001, average=0.4, own=0.001)
     advice = recommend([], links, num_parameters=1_000_000, step_seconds=1.0)
-    assert advice.strategy == "post_local_sgd:period=4,overlap=2"
+    assert advice.strategy == "post_local_sgd:period=4,overlap_steps=2"
     assert advice.costs[-1].seconds_waited == pytest.approx(0.004)
 
 
@@ -107,7 +107,9 @@ def test_a_slow_network_takes_few_bits() -> None:
     """
     links = links_of(1.5, 0.001, average=1.0, own=0.001)
     advice = recommend([], links, num_parameters=10_000_000, step_seconds=0.5)
-    assert advice.strategy == "post_local_sgd:period=32,wire=int4+ef,overlap=8,gradients=none"
+    assert (
+        advice.strategy == "post_local_sgd:period=32,reducer=int4+ef,overlap_steps=8,gradients=none"
+    )
     assert advice.costs[-1].seconds_waited == pytest.approx((5.195 - 4) / 32, rel=0.01)
     assert any("12.9 %" in reason for reason in advice.reasons)
     # A step of ddp takes 40 * 1.5 + 0.5 s, a hundred of them 6050 s.
@@ -156,7 +158,7 @@ def test_steps_of_next_to_no_time() -> None:
 def test_a_hopeless_network_is_said_to_be_one() -> None:
     links = links_of(150, 0.001, average=100, own=0.001)
     advice = recommend([], links, num_parameters=10_000_000, step_seconds=0.5)
-    assert advice.strategy.startswith("post_local_sgd:period=64,wire=int4+ef")
+    assert advice.strategy.startswith("post_local_sgd:period=64,reducer=int4+ef")
     assert any("faster link" in reason for reason in advice.reasons)
 
 
@@ -179,13 +181,13 @@ def test_problems_come_first() -> None:
     assert advice.reasons[-1] == "See to the problems first: backends."
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_every_rung_is_a_strategy(wire: str) -> None:
+@pytest.mark.parametrize("reducer", REDUCERS)
+def test_every_rung_is_a_strategy(reducer: str) -> None:
     """What is recommended can be given on the command line."""
     for period, _ in LADDER:
         for overlap in (0, min(8, period * 5 // 8)):
             for gradients in (True, False):
-                text = str(Plan(period, wire, overlap, gradients))
+                text = str(Plan(period, reducer, overlap, gradients))
                 assert parse_spec(text).strategy().overlap_steps == overlap
 
 

@@ -18,7 +18,7 @@ def test_verdict_on_one_run(tmp_path):
     """8 steps compute and 1 waits: 25 times 0.054 s of 17.35 s is 7.8 %."""
     _, found = facts_and_verdict(write_run(tmp_path / "local", LOCAL))
     assert found.headline == (
-        "post_local_sgd:period=8,wire=int4 took 17 s for 200 steps "
+        "post_local_sgd:period=8,reducer=int4 took 17 s for 200 steps "
         "and ended at a validation loss of 2.210."
     )
     assert found.sentences == [
@@ -39,7 +39,7 @@ def test_verdict_on_three_runs(tmp_path):
     _, found = facts_and_verdict(*folders)
     assert found.target == pytest.approx(1.01 * val_loss(DDP, 200))
     assert found.headline == (
-        "post_local_sgd:period=8,wire=int4 was first at a validation loss of 2.225: 13 s, "
+        "post_local_sgd:period=8,reducer=int4 was first at a validation loss of 2.225: 13 s, "
         "7.7 times as fast as torch-ddp (100 s)."
     )
     assert found.sentences == [

@@ -26,7 +26,7 @@ from tests.support.commands import (
 )
 
 # Averages begin after steps 8, 16, ... and arrive three steps later: at 50 one is on its way.
-STRATEGY = "post_local_sgd:period=8,warmup=0,wire=int4,overlap=3,gradients=none"
+STRATEGY = "post_local_sgd:period=8,warmup_steps=0,reducer=int4,overlap_steps=3,gradients=none"
 STEPS, IN_FLIGHT = 200, 50
 ARGUMENTS = (
     *("train", *TINY, "--strategy", STRATEGY, "--steps", str(STEPS)),

@@ -39,7 +39,7 @@ from tests.support.commands import (
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path]:
     folder = tmp_path_factory.mktemp("train") / "run"
     options = ("--accumulate", "2", "--bf16", "--tensorboard", "--trace", "--eval-every", "5")
-    strategy = ("--strategy", "post_local_sgd:period=4,warmup=2", "--wire", "int8")
+    strategy = ("--strategy", "post_local_sgd:period=4,warmup_steps=2", "--reducer", "int8")
     done = call("train", *TINY, *strategy, *options, "--steps", "14", "--out", folder)
     return done, folder
 
@@ -60,7 +60,7 @@ def test_training_ends_well_and_says_what_to_do_next(everything: tuple[Done, Pat
 
 def test_a_run_can_be_read_back(everything: tuple[Done, Path]):
     run = read_run(everything[1])
-    assert run.info.strategy == "post_local_sgd:period=4,warmup=2,wire=int8"
+    assert run.info.strategy == "post_local_sgd:period=4,warmup_steps=2,reducer=int8"
     assert run.info.num_workers == 2
     assert run.info.steps == 14
     assert run.info.tokens_per_step == 2 * 2 * 2 * 32  # workers, micro-batches, samples, bytes
@@ -139,8 +139,8 @@ def test_a_compiled_model_trains_like_a_plain_one(tmp_path: Path):
 
 def test_levels_take_turns_and_the_wide_one_lands_when_the_next_is_due(tmp_path: Path):
     """Every 4 steps a host averages, every 32 the world; an average travels until the next."""
-    strategy = ("--strategy", "hierarchical_sgd", "--levels", "host=4,world=32")
-    options = ("--wire", "int4", "--overlap", "5", "--workers", "4", "--hosts", "2")
+    strategy = ("--strategy", "hierarchical_sgd", "--periods", "host=4,world=32")
+    options = ("--reducer", "int4", "--overlap-steps", "5", "--workers", "4", "--hosts", "2")
     done = call("train", *TINY, *strategy, *options, "--steps", "38", "--out", tmp_path / "run")
     assert (done.code, done.err) == (0, "")
     run = read_run(tmp_path / "run")

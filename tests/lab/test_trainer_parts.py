@@ -31,28 +31,28 @@ from loosestep.lab.trainer.connecting import divided
 from loosestep.lab.trainer.display import Display, Tail
 from loosestep.lab.trainer.journal import Journal, chrome_trace
 from loosestep.lab.trainer.mistakes import BadInput
+from loosestep.lab.trainer.named_reducers import gradient_reducer, parameter_reducer, plain_reducer
 from loosestep.lab.trainer.ranks import rank_from
+from loosestep.lab.trainer.reducer_names import NAMES, parse_gradient_reducer, parse_reducer
 from loosestep.lab.trainer.settings import Settings, read_toml
-from loosestep.lab.trainer.specs import Spec, parse_levels, parse_spec
+from loosestep.lab.trainer.specs import Spec, parse_periods, parse_spec
 from loosestep.lab.trainer.torch_plans import CONTENDERS
-from loosestep.lab.trainer.wire_reducers import gradient_reducer, parameter_reducer, plain_reducer
-from loosestep.lab.trainer.wires import WIRES, parse_gradient_wire, parse_wire
 from loosestep.strategy.recipes import RECIPES
 from loosestep.strategy.topology import Topology
 from loosestep.testing import RankPool
 
 pytestmark = pytest.mark.fast
 
-# Specs and wires
+# Specs and reducers
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "ddp",
-        "post_local_sgd:period=8,wire=int4,overlap=3,gradients=none",
-        "hierarchical_sgd:host=4,world=32,warmup=100",
-        "ddp:gradient_wire=top0.5%",
+        "post_local_sgd:period=8,reducer=int4,overlap_steps=3,gradients=none",
+        "hierarchical_sgd:host=4,world=32,warmup_steps=100",
+        "ddp:gradient_reducer=top0.5%",
         "zero:period=8,stage=2",
     ],
 )
@@ -66,13 +66,15 @@ def test_values_of_a_spec_have_types():
 
 
 def test_options_beside_a_spec_are_added_and_none_changes_nothing():
-    spec = parse_spec("hierarchical_sgd").having(levels={"host": 2, "world": 8}, wire=None)
+    spec = parse_spec("hierarchical_sgd").having(periods={"host": 2, "world": 8}, reducer=None)
     assert str(spec) == "hierarchical_sgd:host=2,world=8"
-    assert spec == parse_spec("hierarchical_sgd").having(levels={"host": 2, "world": 8})
+    assert spec == parse_spec("hierarchical_sgd").having(periods={"host": 2, "world": 8})
 
 
-def test_short_names_are_those_of_the_recipes_arguments():
-    short = parse_spec("post_local_sgd:warmup=3,overlap=2,wire=int4,period=4,gradients=none")
+def test_names_are_those_of_the_recipes_arguments():
+    short = parse_spec(
+        "post_local_sgd:warmup_steps=3,overlap_steps=2,reducer=int4,period=4,gradients=none"
+    )
     made = short.strategy()
     assert made.overlap_steps == 2
     assert "Int4" in repr(made.reducer)
@@ -99,7 +101,7 @@ def test_every_contender_can_be_made_by_default(name: str):
         ("post_local_sgd:period=true", "must be of type int, got True"),
         ("post_local_sgd:period=0", "got 0"),
         ("post_local_sgd:gradients=hots", "did you mean 'host'"),
-        ("post_local_sgd:wire=int5", "did you mean 'int"),
+        ("post_local_sgd:reducer=int5", "did you mean 'int"),
         ("hierarchical_sgd", "needs periods: give hierarchical_sgd:host=4,world=32"),
         ("hierarchical_sgd:host=4,wrld=8", "did you mean 'world'"),
         ("hierarchical_sgd:host=0,world=6", "got 0"),
@@ -115,43 +117,43 @@ def test_a_contender_that_cannot_be_is_refused(text: str, said: str):
 
 
 @pytest.mark.parametrize("text", ["", "host", "host=", "=4", "host=4;world=8", "host=-1"])
-def test_levels_that_are_none_are_refused(text: str):
-    with pytest.raises(BadInput, match="levels must be like host=4,world=32, got"):
-        parse_levels(text)
+def test_periods_that_are_none_are_refused(text: str):
+    with pytest.raises(BadInput, match="periods must be like host=4,world=32, got"):
+        parse_periods(text)
 
 
-def wire(text: str) -> Reducer:
-    return plain_reducer(parse_wire(text))
+def reducer(text: str) -> Reducer:
+    return plain_reducer(parse_reducer(text))
 
 
-def gradient_wire(text: str) -> Reducer:
-    return gradient_reducer(parse_gradient_wire(text))
+def of_gradients(text: str) -> Reducer:
+    return gradient_reducer(parse_gradient_reducer(text))
 
 
-def test_wires_by_name():
-    assert isinstance(wire("exact"), Mean)
-    assert repr(wire("top0.5%")) == repr(TopK(0.005))
-    assert repr(wire("int2+ef")) == repr(ErrorFeedback(Int2()))
-    assert repr(wire("top1.5%2bit+ef")) == repr(ErrorFeedback(TopK(0.015, bits=2)))
+def test_reducers_by_name():
+    assert isinstance(reducer("mean"), Mean)
+    assert repr(reducer("top0.5%")) == repr(TopK(0.005))
+    assert repr(reducer("int2+ef")) == repr(ErrorFeedback(Int2()))
+    assert repr(reducer("top1.5%2bit+ef")) == repr(ErrorFeedback(TopK(0.015, bits=2)))
     masked = TwoLevel(RandomMask(0.005), hosts="agree")
-    assert repr(parameter_reducer(parse_wire("mask0.5%"))) == repr(masked)
-    assert repr(parameter_reducer(parse_wire("int2"))) == repr(TwoLevel(Int2()))
-    assert repr(gradient_wire("ternary")) == repr(TwoLevel(Ternary()))
-    assert repr(gradient_wire("resident")) == "Resident()"
-    living = gradient_wire("resident+ternary")
+    assert repr(parameter_reducer(parse_reducer("mask0.5%"))) == repr(masked)
+    assert repr(parameter_reducer(parse_reducer("int2"))) == repr(TwoLevel(Int2()))
+    assert repr(of_gradients("ternary")) == repr(TwoLevel(Ternary()))
+    assert repr(of_gradients("resident")) == "Resident()"
+    living = of_gradients("resident+ternary")
     assert repr(living) == repr(TwoLevel(Ternary(), inside=Resident()))
 
 
-@pytest.mark.parametrize("name", WIRES)
-def test_every_wire_can_be_made(name: str):
-    assert isinstance(wire(name), Reducer)
-    assert isinstance(parameter_reducer(parse_wire(name)), Reducer)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_reducer_can_be_made(name: str):
+    assert isinstance(reducer(name), Reducer)
+    assert isinstance(parameter_reducer(parse_reducer(name)), Reducer)
 
 
-@pytest.mark.parametrize("text", ["resident+exact", "resident+resident", "resident+", "resident+x"])
-def test_a_gradient_wire_that_there_is_not_is_refused(text: str):
-    with pytest.raises(BadInput, match=r"inside=Resident|there is no wire"):
-        gradient_wire(text)
+@pytest.mark.parametrize("text", ["resident+mean", "resident+resident", "resident+", "resident+x"])
+def test_a_reducer_of_gradients_that_there_is_not_is_refused(text: str):
+    with pytest.raises(BadInput, match=r"inside=Resident|there is no reducer"):
+        of_gradients(text)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +172,9 @@ def test_a_gradient_wire_that_there_is_not_is_refused(text: str):
         "int22bit",
     ],
 )
-def test_a_wire_that_there_is_not_is_refused(text: str):
-    with pytest.raises(BadInput, match=r"wire|give Ternary"):
-        wire(text)
+def test_a_reducer_that_there_is_not_is_refused(text: str):
+    with pytest.raises(BadInput, match=r"reducer|give Ternary"):
+        reducer(text)
 
 
 # Settings
@@ -192,10 +194,10 @@ def test_flags_go_over_the_file_and_the_file_over_defaults(tmp_path: Path):
 
 def test_a_strategy_may_be_a_table(tmp_path: Path):
     file = tmp_path / "run.toml"
-    file.write_text("[strategy]\nname = 'post_local_sgd'\nperiod = 8\nwire = 'int4'\n")
-    spec = Spec("post_local_sgd", {"period": 8, "wire": "int4"})
+    file.write_text("[strategy]\nname = 'post_local_sgd'\nperiod = 8\nreducer = 'int4'\n")
+    spec = Spec("post_local_sgd", {"period": 8, "reducer": "int4"})
     assert settings_for("--config", str(file)).spec == spec
-    file.write_text("strategy = 'hierarchical_sgd'\n[levels]\nhost = 2\nworld = 4\n")
+    file.write_text("strategy = 'hierarchical_sgd'\n[periods]\nhost = 2\nworld = 4\n")
     spec = settings_for("--config", str(file)).spec
     assert str(spec) == "hierarchical_sgd:host=2,world=4"
 
@@ -430,7 +432,7 @@ def test_a_line_that_was_cut_short_is_passed_over(tmp_path: Path):
 
 def refused_on(gradients: str, played: int, real: int) -> str:
     """Return what is said where workers play hosts of a size on machines of another."""
-    spec = parse_spec(f"post_local_sgd:wire=int2+rf,gradients={gradients}")
+    spec = parse_spec(f"post_local_sgd:reducer=int2+rf,gradients={gradients}")
     hosts = [Topology.from_sizes({"host": size, "world": 4}) for size in (played, real)]
     try:
         divided(spec.strategy(hosts[0]), *hosts)
@@ -449,9 +451,9 @@ def test_the_commands_refuse_machines_with_several_replicas(pool: RankPool) -> N
 
 def test_replica_feedback_by_name() -> None:
     """``+rf`` is for parameters, on hosts that are one replica each."""
-    wire = parameter_reducer(parse_wire("int2+rf"))
-    assert repr(wire) == repr(TwoLevel(ReplicaFeedback(Int2()), hosts="agree"))
+    made = parameter_reducer(parse_reducer("int2+rf"))
+    assert repr(made) == repr(TwoLevel(ReplicaFeedback(Int2()), hosts="agree"))
     with pytest.raises(BadInput, match=r"such as int2\+rf"):
-        parse_wire("bf16+rf")
+        parse_reducer("bf16+rf")
     with pytest.raises(BadInput, match=r"int4\+rf"):
-        parse_wire("int4+fr")
+        parse_reducer("int4+fr")

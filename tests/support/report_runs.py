@@ -39,7 +39,7 @@ class Made:
 
 DDP = Made(name="torch-ddp", kind="gradients", wait=0.58, megabytes=9.5, floor=2.2)
 LOCAL = Made(
-    name="post_local_sgd:period=8,wire=int4",
+    name="post_local_sgd:period=8,reducer=int4",
     period=8,
     wait=0.05,
     send=0.3,

@@ -38,7 +38,7 @@ class RunInfo:
     """What was run."""
 
     name: str  # of the contender, as it is shown
-    strategy: str  # as it can be given on the command line: post_local_sgd:period=8,wire=int4
+    strategy: str  # as it can be given on the command line: post_local_sgd:period=8,reducer=int4
     started: str  # date and time, ISO 8601
     command: list[str]
     num_workers: int

@@ -17,16 +17,16 @@ from loosestep.lab.trainer.settings import default_of, kind_of, options
 Parser = argparse.ArgumentParser
 
 TRAIN = """examples:
-  loosestep train --workers 4 --strategy post_local_sgd:period=8,wire=int4
+  loosestep train --workers 4 --strategy post_local_sgd:period=8,reducer=int4
   loosestep train book.txt notes/ 'logs/*.txt' --width 256 --depth 6 --save-every 100
-  loosestep train --strategy hierarchical_sgd --levels host=4,world=32 --wire int4 --overlap 5
+  loosestep train --strategy hierarchical_sgd --periods host=4,world=32 --reducer int4
   loosestep train --task images photos/ --config run.toml
   loosestep train --resume runs/ddp-20260101-120000
   torchrun --nnodes 2 --nproc-per-node 4 ... -m loosestep train --out /shared/runs/first"""
 
 COMPARE = """examples:
   loosestep compare
-  loosestep compare torch-ddp post_local_sgd:period=8,wire=int4,overlap=4 --link 100mbit
+  loosestep compare torch-ddp post_local_sgd:period=8,reducer=int4,overlap_steps=4 --link 100mbit
   loosestep compare ddp hierarchical_sgd:host=4,world=16 --link 50mbit --hosts 4 --seconds 60"""
 
 REPORT = """examples:

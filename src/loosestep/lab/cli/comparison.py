@@ -17,7 +17,7 @@ from loosestep.lab.trainer.ranks import rank_from
 from loosestep.lab.trainer.settings import Settings, changed, default_of, options
 from loosestep.lab.trainer.specs import Spec, parse_spec
 
-ONE_STRATEGY = ("strategy", "period", "levels", "wire", "overlap")  # not of several
+ONE_STRATEGY = ("strategy", "period", "periods", "reducer", "overlap_steps")  # not of several
 OF_ONE_RUN = ("resume", "workers", *ONE_STRATEGY)
 DEFAULT_HOSTS = 2
 
@@ -74,7 +74,7 @@ def comparison(found: argparse.Namespace) -> Comparison:
     check_file(found.json, "--json")
     check_file(found.report, "--report")
     settings = _settings(found)
-    chosen = tuple(_warmed_up(one, settings.warmup) for one in chosen)
+    chosen = tuple(_warmed_up(one, settings.warmup_steps) for one in chosen)
     num_hosts, each = settings.hosts or DEFAULT_HOSTS, found.workers_per_host
     if num_hosts < 1 or each < 1:
         raise BadInput(
@@ -82,7 +82,7 @@ def comparison(found: argparse.Namespace) -> Comparison:
         )
     return Comparison(
         contenders=chosen,
-        settings=changed(settings, warmup=None),  # the contenders have it
+        settings=changed(settings, warmup_steps=None),  # the contenders have it
         num_hosts=num_hosts,
         workers_per_host=each,
         link=None if found.link is None else _link(found.link),
@@ -95,10 +95,10 @@ def comparison(found: argparse.Namespace) -> Comparison:
 
 def _warmed_up(one: Contender, warmup: int | None) -> Contender:
     """Give a contender that can have one the warm-up of all, unless it was given its own."""
-    own = one.spec.options.keys() & {"warmup", "warmup_steps"}
+    own = one.spec.options.keys() & {"warmup_steps"}
     if warmup is None or own or not contenders.has_option(one.spec, "warmup_steps"):
         return one
-    return Contender(one.name, one.spec.having(warmup=warmup))
+    return Contender(one.name, one.spec.having(warmup_steps=warmup))
 
 
 def _check(chosen: Sequence[Contender]) -> None:

@@ -15,7 +15,7 @@ from loosestep.lab.trainer.settings import Settings, read_toml, settings_from
 
 NAMES = frozenset(f.name for f in fields(Settings))
 # Who gives the first of these decides about all of them anew.
-STRATEGY = frozenset("strategy period levels wire overlap warmup".split())
+STRATEGY = frozenset("strategy period periods reducer overlap_steps warmup_steps".split())
 ENDS = frozenset("steps tokens seconds".split())
 
 

@@ -10,7 +10,7 @@ host. Nothing is taken to be hidden by the backward pass, so that waiting is at 
     ddp                 waits A(4 P) a step
     post_local_sgd      waits a(4 P) a step where gradients are shared inside hosts, and every
                         ``period`` steps for the average: W = m(4 P) + s (M(4 P) - m(4 P)), where
-                        the wire sends a share s of the bytes between hosts (int4: 0.129)
+                        the reducer sends a share s of the bytes between hosts (int4: 0.129)
     with overlap k      of W only what k steps do not hide: W - k (c + a)
 
 The share of time waited is w / (w + c). The first strategy of a list that waits for no more than
@@ -31,9 +31,9 @@ from loosestep.lab.doctor.units import rate, seconds, share, size
 
 MOST_WAITING = 0.1  # of the time
 BYTES = 4  # of a float32
-WIRES = {"exact": 1.0, "bf16": 0.5, "int8": 0.254, "int4+ef": 0.129}  # share of the bytes
+REDUCERS = {"mean": 1.0, "bf16": 0.5, "int8": 0.254, "int4+ef": 0.129}  # share of the bytes
 LADDER = (
-    *((4, "exact"), (8, "exact"), (8, "bf16"), (8, "int8"), (8, "int4+ef")),
+    *((4, "mean"), (8, "mean"), (8, "bf16"), (8, "int8"), (8, "int4+ef")),
     *((period, "int4+ef") for period in (16, 32, 64)),
 )
 WARMUP_STEPS = 100  # that papers begin with, by way of example
@@ -122,15 +122,15 @@ class Plan:
     """The settings of post_local_sgd."""
 
     period: int
-    wire: str = "exact"
-    overlap: int = 0
+    reducer: str = "mean"
+    overlap_steps: int = 0
     gradients: bool = True  # whether they are shared inside hosts
 
     def __str__(self) -> str:
         """Return it as it can be given on the command line."""
         options = [f"period={self.period}"]
-        options += [f"wire={self.wire}"] if self.wire != "exact" else []
-        options += [f"overlap={self.overlap}"] if self.overlap else []
+        options += [f"reducer={self.reducer}"] if self.reducer != "mean" else []
+        options += [f"overlap_steps={self.overlap_steps}"] if self.overlap_steps else []
         options += [] if self.gradients else ["gradients=none"]
         return f"post_local_sgd:{','.join(options)}"
 
@@ -158,17 +158,17 @@ class Job:
     def cost(self, plan: Plan) -> Cost:
         """Return what a plan costs in a step, on the mean over a period."""
         local = self.host_seconds if plan.gradients else 0.0
-        hidden = plan.overlap * (self.step_seconds + local)
-        waited = local + max(0.0, self.average_seconds(plan.wire) - hidden) / plan.period
+        hidden = plan.overlap_steps * (self.step_seconds + local)
+        waited = local + max(0.0, self.average_seconds(plan.reducer) - hidden) / plan.period
         num_hosts = len(self.links.hosts)
-        leaving = 2 * (num_hosts - 1) / num_hosts * self.num_bytes * WIRES[plan.wire]
+        leaving = 2 * (num_hosts - 1) / num_hosts * self.num_bytes * REDUCERS[plan.reducer]
         return self._cost(str(plan), leaving / plan.period, waited)
 
-    def average_seconds(self, wire: str) -> float:
+    def average_seconds(self, reducer: str) -> float:
         """Return what one average over all ranks takes: W in the note."""
         inside = self.links.seconds_for("host", AVERAGE, self.num_bytes)
         whole = self.links.seconds_for(self.links.widest, AVERAGE, self.num_bytes)
-        return inside + WIRES[wire] * max(0.0, whole - inside)
+        return inside + REDUCERS[reducer] * max(0.0, whole - inside)
 
     def _cost(self, strategy: str, bytes_per_host: float, waited: float) -> Cost:
         return Cost(
@@ -195,12 +195,12 @@ def _plans(job: Job) -> Iterator[Plan]:
     # On one host sharing gradients there is ddp itself.
     gradients = not one_host and local / (local + job.step_seconds) <= MOST_WAITING / 2
     for period, named in LADDER:
-        wire = "exact" if one_host else named  # inside a host nothing is compressed
-        yield Plan(period, wire, 0, gradients)
+        reducer = "mean" if one_host else named  # inside a host nothing is compressed
+        yield Plan(period, reducer, 0, gradients)
         most = min(period * 5 // 8, MOST_OVERLAP)
         # Bounded before it is rounded: beside a step of next to no time it is infinite.
-        needed = math.ceil(min(job.average_seconds(wire) / job.step_seconds, most))
-        yield Plan(period, wire, needed, gradients)
+        needed = math.ceil(min(job.average_seconds(reducer) / job.step_seconds, most))
+        yield Plan(period, reducer, needed, gradients)
 
 
 def _why_ddp(job: Job, cost: Cost) -> str:
@@ -220,13 +220,13 @@ def _what_ddp_does(job: Job, cost: Cost) -> str:
 
 
 def _why(job: Job, plan: Plan) -> list[str]:
-    cost, took = job.cost(plan), job.average_seconds(plan.wire)
+    cost, took = job.cost(plan), job.average_seconds(plan.reducer)
     text = f"An average of all parameters every {plan.period} steps takes {seconds(took)}"
-    if plan.wire != "exact":
-        percent = f"{100 * WIRES[plan.wire]:.3g} %"
-        text += f" where {plan.wire} sends {percent} of the bytes between hosts"
-    if plan.overlap:
-        text += f"; it travels while {plan.overlap} steps are taken"
+    if plan.reducer != "mean":
+        percent = f"{100 * REDUCERS[plan.reducer]:.3g} %"
+        text += f" where {plan.reducer} sends {percent} of the bytes between hosts"
+    if plan.overlap_steps:
+        text += f"; it travels while {plan.overlap_steps} steps are taken"
     reasons = [f"{text}. {_remaining(cost)}"]
     if plan.gradients:
         local = seconds(job.host_seconds)
@@ -239,7 +239,7 @@ def _why(job: Job, plan: Plan) -> list[str]:
 def _warmup(job: Job) -> str:
     takes = WARMUP_STEPS * (job.ddp().seconds_waited + job.step_seconds)
     return (
-        f"Where the first steps are rough, warmup={WARMUP_STEPS} lets so many of them share "
+        f"Where the first steps are rough, warmup_steps={WARMUP_STEPS} lets so many of them share "
         f"gradients as ddp does, which takes {seconds(takes)}."
     )
 

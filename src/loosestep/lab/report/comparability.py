@@ -11,7 +11,7 @@ from loosestep.lab.runs import RunInfo
 
 # Settings of the strategy, of where a run writes, or that `RunInfo` has as what came of them.
 _OWN = {
-    *("strategy", "period", "levels", "wire", "overlap", "warmup"),
+    *("strategy", "period", "periods", "reducer", "overlap_steps", "warmup_steps"),
     *("out", "resume", "save_every", "keep", "tensorboard", "trace", "timeout"),
     *("data", "steps", "workers", "hosts"),
 }

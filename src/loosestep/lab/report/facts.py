@@ -38,7 +38,7 @@ class Facts:
     @property
     def warms_up(self) -> bool:
         """Whether it ended before its warm-up did: it was plain data parallelism throughout."""
-        warmup = re.search(r"[:,]warmup(?:_steps)?=(\d+)", self.info.strategy)
+        warmup = re.search(r"[:,]warmup_steps=(\d+)", self.info.strategy)
         return warmup is not None and 0 < self.last_step <= int(warmup[1])
 
     @property

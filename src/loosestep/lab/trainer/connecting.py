@@ -47,7 +47,7 @@ def divided(strategy: Strategy, topology: Topology, real: Topology) -> Strategy:
     if reducer.leaves_apart and several and not equal:
         raise BadInput(
             f"{reducer} takes a machine for one replica, so its workers must share gradients at "
-            "every step; give gradients=host and no --hosts, or a wire with +ef in place of +rf"
+            "every step; give gradients=host and no --hosts, or a reducer with +ef in place of +rf"
         )
     if not equal or strategy.sharding or not isinstance(reducer, TwoLevel):
         return strategy

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loosestep.lab.trainer.mistakes import BadInput, nearest
-from loosestep.lab.trainer.specs import Spec, parse_levels, parse_spec
+from loosestep.lab.trainer.specs import Spec, parse_periods, parse_spec
 
 TASKS = ("text", "images")
 MOST_SEEDS = 1 << 31
@@ -62,19 +62,19 @@ class Settings:
     compile: bool = option(False, TRAIN, "compile the model with torch.compile")
 
     strategy: str = option(
-        "ddp", SHARE, "a recipe and its options: post_local_sgd:period=8,wire=int4", "SPEC"
+        "ddp", SHARE, "a recipe and its options: post_local_sgd:period=8,reducer=int4", "SPEC"
     )
     period: int | None = option(None, SHARE, "steps between averages")
-    levels: str | None = option(None, SHARE, "the same by level: host=4,world=32", "LEVELS")
-    wire: str | None = option(
+    periods: str | None = option(None, SHARE, "the same by level: host=4,world=32", "PERIODS")
+    reducer: str | None = option(
         None,
         SHARE,
-        "exact, resident, bf16, fp16, int8, int4, int2, ternary, top1%%, top1%%2bit, mask0.5%%; "
+        "mean, resident, bf16, fp16, int8, int4, int2, ternary, top1%%, top1%%2bit, mask0.5%%; "
         "+ef, +rf: with feedback",
-        "WIRE",
+        "REDUCER",
     )
-    overlap: int | None = option(None, SHARE, "steps that an average may travel for")
-    warmup: int | None = option(None, SHARE, "steps that share gradients with all at first")
+    overlap_steps: int | None = option(None, SHARE, "steps that an average may travel for")
+    warmup_steps: int | None = option(None, SHARE, "steps that share gradients with all at first")
 
     workers: int | None = option(None, RUN, "start so many workers on this machine (default: 2)")
     hosts: int | None = option(None, RUN, "take the workers for so many hosts, in equal parts")
@@ -100,13 +100,13 @@ class Settings:
     @property
     def spec(self) -> Spec:
         """The strategy, with what was given beside it."""
-        levels = None if self.levels is None else parse_levels(self.levels)
+        periods = None if self.periods is None else parse_periods(self.periods)
         return parse_spec(self.strategy).having(
             period=self.period,
-            levels=levels,
-            wire=self.wire,
-            overlap=self.overlap,
-            warmup=self.warmup,
+            periods=periods,
+            reducer=self.reducer,
+            overlap_steps=self.overlap_steps,
+            warmup_steps=self.warmup_steps,
         )
 
     def num_steps(self, tokens_per_step: int, done: int = 0, seen: int = 0) -> int | None:
@@ -195,7 +195,7 @@ def _read_value(place: str, name: str, value: Any) -> Any:
             raise BadInput(f"{place}: [strategy] needs a name, such as name = 'post_local_sgd'")
         options = {key: item for key, item in value.items() if key != "name"}
         return str(Spec(str(value["name"]), options))
-    if name == "levels" and isinstance(value, dict):
+    if name == "periods" and isinstance(value, dict):
         return ",".join(f"{level}={period}" for level, period in value.items())
     if name == "data":
         return _read_data(place, [value] if isinstance(value, str) else value)

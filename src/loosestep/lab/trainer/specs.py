@@ -1,13 +1,11 @@
 """Strategies by name and options, as they are given on a command line or in a file.
 
     ddp
-    post_local_sgd:period=8,wire=int4,overlap=5
-    hierarchical_sgd:host=4,world=32,warmup=100
+    post_local_sgd:period=8,reducer=int4,overlap_steps=5
+    hierarchical_sgd:host=4,world=32,warmup_steps=100
 
 Names are those of the recipes, options those of the recipe's arguments; nothing is listed here a
-second time. For short, ``wire`` is ``reducer``, ``gradient_wire`` is ``gradient_reducer``,
-``overlap`` is ``overlap_steps``, ``warmup`` is ``warmup_steps``, and where a recipe has periods by
-level, a level is an option of its own.
+second time. Where a recipe has periods by level, a level is an option of its own.
 
 Nothing here needs torch before a strategy is made: mistakes are answered without it.
 """
@@ -21,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from loosestep.lab.trainer.mistakes import BadInput, nearest
-from loosestep.lab.trainer.wires import Wire, parse_gradient_wire, parse_wire
+from loosestep.lab.trainer.reducer_names import ReducerName, parse_gradient_reducer, parse_reducer
 from loosestep.strategy.recipes import RECIPES
 from loosestep.strategy.schedules import always
 
@@ -39,18 +37,11 @@ def alone(*, topology: Topology | None = None) -> Strategy:
 
 OURS = {**RECIPES, alone.__name__: alone}
 
-SHORT = {
-    "wire": "reducer",
-    "gradient_wire": "gradient_reducer",
-    "overlap": "overlap_steps",
-    "warmup": "warmup_steps",
-    "levels": "periods",
-}
 LEVELS = ("host", "world")  # those of Topology.from_hosts
-# Types in the recipes' signatures that need torch; on a command line there is a wire for a reducer,
+# Types in the recipes' signatures that need torch; on a command line there is a name for a reducer,
 # a period is a number, and of parts that have no word there the recipe's own stand.
 PARTS = ("Arrival", "Fragments", "Gate", "Outer", "Strategy", "Topology")
-STAND_INS = {**dict.fromkeys(PARTS, object), "Reducer": Wire, "Rule": int}
+STAND_INS = {**dict.fromkeys(PARTS, object), "Reducer": ReducerName, "Rule": int}
 Value = str | int | float | bool | None | Mapping[str, int]
 
 
@@ -88,8 +79,8 @@ class Spec:
 def parse_spec(text: str) -> Spec:
     """Read ``name:key=value,key=value``.
 
-    >>> parse_spec("post_local_sgd:period=8,wire=int4")
-    Spec(name='post_local_sgd', options={'period': 8, 'wire': 'int4'})
+    >>> parse_spec("post_local_sgd:period=8,reducer=int4")
+    Spec(name='post_local_sgd', options={'period': 8, 'reducer': 'int4'})
     """
     name, _, rest = text.strip().partition(":")
     options: dict[str, Value] = {}
@@ -103,19 +94,19 @@ def parse_spec(text: str) -> Spec:
     return Spec(name.strip(), options)
 
 
-def parse_levels(text: str) -> dict[str, int]:
+def parse_periods(text: str) -> dict[str, int]:
     """Read ``host=4,world=32``.
 
-    >>> parse_levels("host=4,world=32")
+    >>> parse_periods("host=4,world=32")
     {'host': 4, 'world': 32}
     """
-    levels: dict[str, int] = {}
+    periods: dict[str, int] = {}
     for pair in text.split(","):
         level, _, period = pair.partition("=")
         if not level.strip() or not period.strip().isdecimal():
-            raise BadInput(f"levels must be like host=4,world=32, got {text!r}")
-        levels[level.strip()] = int(period)
-    return levels
+            raise BadInput(f"periods must be like host=4,world=32, got {text!r}")
+        periods[level.strip()] = int(period)
+    return periods
 
 
 def arguments_of(
@@ -123,15 +114,14 @@ def arguments_of(
 ) -> dict[str, Any]:
     """Return a recipe's arguments for options; raise for those that it does not have.
 
-    In place of a reducer there is a ``Wire``.
+    In place of a reducer there is a ``ReducerName``.
     """
     wanted = _arguments(recipe)
     by_level = next((key for key, hint in wanted.items() if _is_mapping(hint)), None)
     arguments: dict[str, Any] = {}
     for given, value in options.items():
-        key = SHORT.get(given, given)
-        if key in wanted:
-            arguments[key] = _converted(f"{name}: {given}", wanted[key], key, value)
+        if given in wanted:
+            arguments[given] = _converted(f"{name}: {given}", wanted[given], given, value)
         elif by_level is not None and given in LEVELS and isinstance(value, int):
             arguments.setdefault(by_level, {})[given] = value
         else:
@@ -142,14 +132,14 @@ def arguments_of(
 
 
 def _with_reducers(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's arguments with what its wires stand for."""
-    if not any(isinstance(value, Wire) for value in arguments.values()):
+    """Return a recipe's arguments with what names of reducers stand for."""
+    if not any(isinstance(value, ReducerName) for value in arguments.values()):
         return dict(arguments)
-    from loosestep.lab.trainer.wire_reducers import gradient_reducer, parameter_reducer
+    from loosestep.lab.trainer.named_reducers import gradient_reducer, parameter_reducer
 
     makers = {"reducer": parameter_reducer, "gradient_reducer": gradient_reducer}
     return {
-        key: makers[key](value) if isinstance(value, Wire) else value
+        key: makers[key](value) if isinstance(value, ReducerName) else value
         for key, value in arguments.items()
     }
 
@@ -168,11 +158,9 @@ def needs(recipe: Callable[..., Any]) -> dict[str, Value] | None:
 
 
 def _no_option(name: str, given: str, wanted: Sequence[str]) -> BadInput:
-    long_names = {long: short for short, long in SHORT.items()}
-    known = [long_names.get(key, key) for key in wanted]
     return BadInput(
-        f"strategy {name!r} has no option {given!r}{nearest(given, [*known, *wanted])}; "
-        f"it has {', '.join(known) or 'none'}"
+        f"strategy {name!r} has no option {given!r}{nearest(given, wanted)}; "
+        f"it has {', '.join(wanted) or 'none'}"
     )
 
 
@@ -216,8 +204,8 @@ def _is_mapping(hint: Any) -> bool:
 def _converted(what: str, hint: Any, key: str, value: Value) -> Any:
     """Return an option as the recipe wants it."""
     allowed = (not _is_mapping(hint) and typing.get_args(hint)) or (hint,)
-    if Wire in allowed:
-        return (parse_wire if key == "reducer" else parse_gradient_wire)(str(value))
+    if ReducerName in allowed:
+        return (parse_reducer if key == "reducer" else parse_gradient_reducer)(str(value))
     if value is None or isinstance(value, Mapping):
         return value
     kinds = tuple(kind for kind in allowed if isinstance(kind, type))

@@ -1,7 +1,7 @@
 """What PyTorch itself has, as contenders before there are workers: torch is imported by those.
 
 torch-ddp
-torch-post-local:period=8,warmup=0
+torch-post-local:period=8,warmup_steps=0
 torch-hierarchical:host=4,world=8
 """
 

@@ -1,6 +1,6 @@
-"""Wires by name: how values travel, as it is written on a command line.
+"""Reducers by name: how values travel, as it is written on a command line.
 
-exact                     the mean, rounded once
+mean                      the mean, rounded once
 resident                  the same, of values that live in memory shared by a host's workers
 bf16, fp16                16 bits
 int8, int4, int2          few bits and a scale for every block of values
@@ -12,7 +12,7 @@ int2+rf                   the same for parameters; what was lost stays in the re
 ternary                   -1, 0 or 1 times a scale
 resident+ternary          gradients by what follows, in memory shared by a host's workers
 
-Nothing here needs torch; ``wire_reducers`` makes of a wire what moves values.
+Nothing here needs torch; ``named_reducers`` makes of such a name what moves values.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from loosestep.lab.trainer.mistakes import BadInput, nearest
 
 # The reducer that a name stands for, and its argument, if it takes one.
-WIRES: dict[str, tuple[str, str | None]] = {
-    "exact": ("Mean", None),
+NAMES: dict[str, tuple[str, str | None]] = {
+    "mean": ("Mean", None),
     "resident": ("Resident", None),
     "bf16": ("Cast", "bfloat16"),
     "fp16": ("Cast", "float16"),
@@ -40,8 +40,8 @@ EXAMPLES = {"+ef": "int2+ef", "+rf": "int2+rf"}
 
 
 @dataclass(frozen=True)
-class Wire:
-    """A wire as it was written, not yet made into a reducer."""
+class ReducerName:
+    """A reducer as it was written, not yet made into a reducer."""
 
     text: str
     reducer: str  # its name in ``loosestep.comm.reducers``
@@ -51,40 +51,42 @@ class Wire:
     bits: int | None = None  # of the largest values
 
 
-def parse_wire(text: str) -> Wire:
-    """Read a wire for parameters, or for anything.
+def parse_reducer(text: str) -> ReducerName:
+    """Read a reducer for parameters, or for anything.
 
-    >>> parse_wire("top1%2bit+ef").reducer, parse_wire("int2+ef").feedback
+    >>> parse_reducer("top1%2bit+ef").reducer, parse_reducer("int2+ef").feedback
     ('TopK', 'ErrorFeedback')
     """
     suffix = text[-3:] if text[-3:] in FEEDBACK else ""
     name = text.removesuffix(suffix)
     reducer, argument = _named(name, text)
-    if suffix and (name in ("exact", "resident", "bf16", "fp16") or reducer == "RandomMask"):
+    if suffix and (name in ("mean", "resident", "bf16", "fp16") or reducer == "RandomMask"):
         raise BadInput(
-            f"{text!r}: {suffix} is for wires that lose much, such as {EXAMPLES[suffix]}"
+            f"{text!r}: {suffix} is for reducers that lose much, such as {EXAMPLES[suffix]}"
         )
     bits = 2 if name.endswith(TWO_BITS) else None
-    return Wire(text, reducer, argument, FEEDBACK.get(suffix), bits=bits)
+    return ReducerName(text, reducer, argument, FEEDBACK.get(suffix), bits=bits)
 
 
-def parse_gradient_wire(text: str) -> Wire:
-    """Read a wire for gradients, which may live in shared memory.
+def parse_gradient_reducer(text: str) -> ReducerName:
+    """Read a reducer for gradients, which may live in shared memory.
 
-    >>> parse_gradient_wire("resident+int4").living
+    >>> parse_gradient_reducer("resident+int4").living
     True
     """
-    return replace(parse_wire(text.removeprefix(LIVING)), living=text.startswith(LIVING))
+    return replace(parse_reducer(text.removeprefix(LIVING)), living=text.startswith(LIVING))
 
 
 def _named(name: str, text: str) -> tuple[str, str | float | None]:
-    if name in WIRES:
-        return WIRES[name]
+    if name in NAMES:
+        return NAMES[name]
     if share := re.fullmatch(r"(top|mask)(\d+(?:\.\d+)?)%", name.removesuffix(TWO_BITS)):
         density, masked = float(share[2]) / 100, share[1] == "mask"
         if 0 < density <= 1 and not (masked and name.endswith(TWO_BITS)):
             return "RandomMask" if masked else "TopK", density
     lossy = ("int8", "int4", "int2", "ternary", "top1%")
     shares = ("top1%", f"top1%{TWO_BITS}", "mask0.5%")
-    known = [*WIRES, *shares, *(f"{w}{suffix}" for suffix in FEEDBACK for w in lossy)]
-    raise BadInput(f"there is no wire {text!r}{nearest(text, known)}; there are {', '.join(known)}")
+    known = [*NAMES, *shares, *(f"{w}{suffix}" for suffix in FEEDBACK for w in lossy)]
+    raise BadInput(
+        f"there is no reducer {text!r}{nearest(text, known)}; there are {', '.join(known)}"
+    )
