@@ -606,6 +606,7 @@ REFUSED: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: Sharding(stage=torch.zeros(2)),  # type: ignore[arg-type]
         ["stage must be 1", "tensor"],
     ),
+    "bits of two numbers": (lambda: TopK(0.1, bits=torch.zeros(2)), ["bits must be 2", "tensor"]),  # type: ignore[arg-type]
     "a stage of True": (lambda: zero(stage=True), ["stage must be 1", "True"]),
     "hosts of True ranks": (lambda: TwoLevel(ranks_per_host=True), ["ranks_per_host", "True"]),
     "a reducer's class": (lambda: post_local_sgd(reducer=Int8), ["reducer", "Int8"]),  # type: ignore[arg-type]

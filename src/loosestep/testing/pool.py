@@ -144,7 +144,7 @@ class RankPool:
             raise ValueError(
                 f"world_size must lie in 1..{self.size}, the pool's size, got {world_size}"
             )
-        strange = sorted(set(allow_dead) - set(range(world_size)))
+        strange = sorted(rank for rank in set(allow_dead) if rank not in range(world_size))
         if strange:
             raise ValueError(f"allow_dead has ranks {strange} outside 0..{world_size - 1}")
 

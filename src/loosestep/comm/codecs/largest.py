@@ -54,7 +54,7 @@ class Largest:
                 f"chunk must be a whole number in 1..{LARGEST_CHUNK}, got {chunk!r}; places in up "
                 "to 4096 values take 12 bits each"
             )
-        if bits not in (None, 2) or isinstance(bits, bool):
+        if bits is not None and not (type(bits) is int and bits == 2):
             raise ValueError(f"bits must be 2, or None to send values as they are, got {bits!r}")
         self._density = Fraction(str(density))  # 0.1 of 30 is 3, not 4
         self.block, self._bits, self._loops = chunk, bits, loops
