@@ -517,7 +517,7 @@ def with_a_process_group(examples: int) -> None:
 
 def test_any_nonsense_in_a_job_is_a_value_or_type_error(pool: RankPool) -> None:
     """The same for constructors that need a process group."""
-    pool.run(1, with_a_process_group, settings().max_examples // 5)
+    pool.run(1, with_a_process_group, settings().max_examples // 5, timeout=600)
 
 
 # What the tables need not have, and why.
