@@ -17,11 +17,12 @@ from loosestep.lab.doctor import (
     Links,
     Pair,
     Rate,
+    cost_of_recipes,
     inspect_links,
     recommend,
     show,
 )
-from loosestep.lab.doctor.advice import LADDER, REDUCERS, Plan
+from loosestep.lab.doctor.advice import LADDER, REDUCERS, Job, Plan
 from loosestep.lab.doctor.measuring import pairs_of
 from loosestep.lab.doctor.rates import affordable
 from loosestep.lab.trainer.specs import parse_spec
@@ -197,6 +198,26 @@ def test_a_warmup_is_offered_and_not_taken_for_granted() -> None:
     defaults = [given["warmup_steps"].default for given in arguments if "warmup_steps" in given]
     assert len(defaults) > 2
     assert set(defaults) == {0}
+
+
+def test_every_recipe_has_its_price() -> None:
+    """What the recommendation's model says of a plan, and of a recipe that is the same one."""
+    links = links_of(1.0, 0.01, average=0.5, own=0.02)
+    size, step = 10_000_000, 0.2
+    costs = {cost.strategy: cost for cost in cost_of_recipes(links, size, step)}
+    assert [text.partition(":")[0] for text in costs] == list(RECIPES)
+    job = Job.of(links, size, step)
+    assert costs["ddp"] == job.ddp()
+    dense, parts = costs["diloco:period=100"], costs["streaming_diloco:period=100"]
+    plain = job.cost(Plan(100, gradients=False))
+    assert dense.seconds_waited == pytest.approx(plain.seconds_waited)
+    assert dense.bytes_per_host == pytest.approx(plain.bytes_per_host)
+    assert parts.bytes_per_host == pytest.approx(dense.bytes_per_host)
+    hidden = 4 * step / 100  # one step of each of four parts
+    assert parts.seconds_waited == pytest.approx(dense.seconds_waited - hidden)
+    sparse = next(cost for text, cost in costs.items() if text.startswith("sparseloco"))
+    assert sparse.bytes_per_host < dense.bytes_per_host / 5
+    assert cost_of_recipes(replace(links, hosts=((0,),)), size, step) == ()
 
 
 def test_bad_numbers_are_refused() -> None:

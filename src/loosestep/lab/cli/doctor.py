@@ -16,7 +16,16 @@ from pathlib import Path
 import torch.distributed as dist
 from rich.console import Console
 
-from loosestep.lab.doctor import Finding, Links, inspect_machine, measure_links, recommend, show
+from loosestep.lab.doctor import (
+    Cost,
+    Finding,
+    Links,
+    cost_of_recipes,
+    inspect_machine,
+    measure_links,
+    recommend,
+    show,
+)
 from loosestep.lab.runs import write_whole
 from loosestep.lab.trainer.mistakes import BadInput
 from loosestep.lab.trainer.ranks import rank_from
@@ -67,16 +76,17 @@ def measure(timeout: float) -> Links:
 
 def _tell(found: argparse.Namespace, machine: Sequence[Finding], links: Links | None) -> None:
     advice = None
+    recipes: tuple[Cost, ...] = ()
     if links is not None:
-        advice = recommend(
-            machine, links, num_parameters=found.parameters, step_seconds=found.step_seconds
-        )
-    show(machine, links, advice, console=Console(highlight=False))
+        asked = (links, found.parameters, found.step_seconds)
+        advice, recipes = recommend(machine, *asked), cost_of_recipes(*asked)
+    show(machine, links, advice, recipes, console=Console(highlight=False))
     if found.json:
         content = {
             "machine": [asdict(finding) for finding in machine],
             "links": None if links is None else asdict(links),
             "recommendation": None if advice is None else asdict(advice),
+            "recipes": [asdict(cost) for cost in recipes],
         }
         try:
             write_whole(Path(found.json), json.dumps(content, indent=2) + "\n")

@@ -11,6 +11,7 @@ from loosestep.lab.doctor.findings import Finding, Level
 from loosestep.lab.doctor.links import Links, Pair, Rate
 from loosestep.lab.doctor.machine import inspect_machine
 from loosestep.lab.doctor.measuring import measure_links
+from loosestep.lab.doctor.recipe_costs import cost_of_recipes
 from loosestep.lab.doctor.show import show
 from loosestep.lab.doctor.symptoms import inspect_links
 
@@ -22,6 +23,7 @@ __all__ = [
     "Pair",
     "Rate",
     "Recommendation",
+    "cost_of_recipes",
     "inspect_links",
     "inspect_machine",
     "measure_links",

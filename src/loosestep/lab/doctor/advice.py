@@ -62,14 +62,10 @@ class Recommendation:
 
 
 def recommend(
-    machine: Sequence[Finding], links: Links, *, num_parameters: int, step_seconds: float
+    machine: Sequence[Finding], links: Links, num_parameters: int, step_seconds: float
 ) -> Recommendation:
     """Return the strategy for a model of a size that computes ``step_seconds`` a step."""
-    if num_parameters < 1:
-        raise ValueError(f"num_parameters must be >= 1, got {num_parameters!r}")
-    if not 0 < step_seconds < math.inf:
-        raise ValueError(f"step_seconds must be > 0, got {step_seconds!r}; time a step on one rank")
-    job = Job(links, num_parameters * BYTES, step_seconds)
+    job = Job.of(links, num_parameters, step_seconds)
     plain = job.ddp()
     best, reasons = plain, [_why_ddp(job, plain)]
     if plain.share_waited > MOST_WAITING:
@@ -143,6 +139,17 @@ class Job:
     num_bytes: int  # of its gradients, and of its parameters
     step_seconds: float
 
+    @classmethod
+    def of(cls, links: Links, num_parameters: int, step_seconds: float) -> Job:
+        """Return it for float32 parameters; raise ``ValueError`` where there is no such job."""
+        if num_parameters < 1:
+            raise ValueError(f"num_parameters must be >= 1, got {num_parameters!r}")
+        if not 0 < step_seconds < math.inf:
+            raise ValueError(
+                f"step_seconds must be > 0, got {step_seconds!r}; time a step on one rank"
+            )
+        return cls(links, num_parameters * BYTES, step_seconds)
+
     @property
     def host_seconds(self) -> float:
         """What sharing gradients inside a host takes."""
@@ -153,7 +160,7 @@ class Job:
         waited = self.links.seconds_for(self.links.widest, ALL_REDUCE, self.num_bytes)
         num_ranks = self.links.num_ranks
         leaving = 2 * (num_ranks - 1) / num_ranks * self.num_bytes
-        return self._cost("ddp", leaving if len(self.links.hosts) > 1 else 0.0, waited)
+        return self.cost_of("ddp", leaving if len(self.links.hosts) > 1 else 0.0, waited)
 
     def cost(self, plan: Plan) -> Cost:
         """Return what a plan costs in a step, on the mean over a period."""
@@ -162,7 +169,7 @@ class Job:
         waited = local + max(0.0, self.average_seconds(plan.reducer) - hidden) / plan.period
         num_hosts = len(self.links.hosts)
         leaving = 2 * (num_hosts - 1) / num_hosts * self.num_bytes * REDUCERS[plan.reducer]
-        return self._cost(str(plan), leaving / plan.period, waited)
+        return self.cost_of(str(plan), leaving / plan.period, waited)
 
     def average_seconds(self, reducer: str) -> float:
         """Return what one average over all ranks takes: W in the note."""
@@ -170,7 +177,8 @@ class Job:
         whole = self.links.seconds_for(self.links.widest, AVERAGE, self.num_bytes)
         return inside + REDUCERS[reducer] * max(0.0, whole - inside)
 
-    def _cost(self, strategy: str, bytes_per_host: float, waited: float) -> Cost:
+    def cost_of(self, strategy: str, bytes_per_host: float, waited: float) -> Cost:
+        """Return it for what leaves a host, and what is waited, in a step on the mean."""
         return Cost(
             strategy=strategy,
             bytes_per_host=bytes_per_host,

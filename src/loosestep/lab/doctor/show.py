@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from loosestep.lab.doctor.advice import Recommendation
+from loosestep.lab.doctor.advice import Cost, Recommendation
 from loosestep.lab.doctor.findings import Finding, Level
 from loosestep.lab.doctor.links import Links, Pair
 from loosestep.lab.doctor.symptoms import inspect_links
@@ -26,6 +26,7 @@ def show(
     machine: Sequence[Finding],
     links: Links | None = None,
     recommendation: Recommendation | None = None,
+    recipes: Sequence[Cost] = (),
     *,
     console: Console | None = None,
 ) -> None:
@@ -46,6 +47,8 @@ def show(
         console.print(took)
         console.print(_matrix("Rate, from row to column", links, sorted(set(ranks)), _rate))
         console.print(_rates(links))
+    if recipes:
+        console.print(_costs("What every recipe would cost here, after its warm-up", recipes))
     if recommendation is not None:
         _print_advice(console, recommendation)
 
@@ -97,17 +100,20 @@ def _rates(links: Links) -> Table:
 
 def _print_advice(console: Console, advice: Recommendation) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(
-        *("strategy", "leaves a host, a step", "waits, a step", "share of the time"),
-        title="What to use",
-        title_justify="left",
-    )
-    for cost in advice.costs:
-        waited = (seconds(cost.seconds_waited), share(cost.share_waited))
-        table.add_row(escape(cost.strategy), size(cost.bytes_per_host), *waited)
-    console.print(table)
+    console.print(_costs("What to use", advice.costs))
     for reason in advice.reasons:
         console.print(f"- {escape(reason)}", highlight=False)
     console.print(f"\n    [bold]{escape(advice.command)}[/]", soft_wrap=True, highlight=False)
+
+
+def _costs(title: str, costs: Sequence[Cost]) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    columns = ("strategy", "leaves a host, a step", "waits, a step", "share of the time")
+    table = Table(*columns, title=title, title_justify="left")
+    for cost in costs:
+        waited = (seconds(cost.seconds_waited), share(cost.share_waited))
+        table.add_row(escape(cost.strategy), size(cost.bytes_per_host), *waited)
+    return table
