@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.report import Row
 from loosestep.comm.codecs.all_codecs import CODECS, codec
-from loosestep.comm.cuts import Runs
+from loosestep.comm.flat.cuts import Runs
 
 NUMEL = 1 << 18  # elements at a time: half a window
 RUNS = Runs.of(NUMEL)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from benchmarks.contenders import Contender, alternate, parameters, transformer_shapes
 from benchmarks.report import Row
-from loosestep.comm.cuts import slices
-from loosestep.comm.flat import STAGING
+from loosestep.comm.flat.cuts import slices
+from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.group import Group
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers.parcels import GatherFromOwners, ReduceToOwners

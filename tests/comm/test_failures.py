@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from loosestep import PeerLost, PeriodicModelAverager, Strategy, attach, average_parameters, ddp
-from loosestep.comm.flat import OWN_WINDOW_BYTES
+from loosestep.comm.flat.windows import OWN_WINDOW_BYTES
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers import Handle, Mean, Place
 from loosestep.comm.reducers.reducer import Around

@@ -239,7 +239,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(room)
     # The C++ library too: the sanitizer looks for it at the start, when torch is not yet loaded.
     preload = " ".join(path_of(name) for name in ("libasan.so", "libstdc++.so"))
-    names = "flat flat_in_c codecs shared_memory two_level compressed shared_tensors"
+    names = "windows packing flat_in_c codecs shared_memory two_level compressed shared_tensors"
     modules = [str(next((ROOT / "tests").rglob(f"test_{name}.py"))) for name in names.split()]
     quietly = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     # Not what sits out a time-out, or counts memory and descriptors: all is slower and larger.

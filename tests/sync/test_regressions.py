@@ -27,7 +27,7 @@ from loosestep import (
     ddp,
     post_local_sgd,
 )
-from loosestep.comm.flat import windows
+from loosestep.comm.flat.windows import windows
 from loosestep.comm.group import Group, peers_of, world_group
 from loosestep.comm.torch_versions import buffers_are_broadcast
 from loosestep.gradients import plain

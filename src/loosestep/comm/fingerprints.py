@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from loosestep.comm.flat import Window, pack, windows
+from loosestep.comm.flat.windows import Window, pack, windows
 from loosestep.comm.tensors import Named, memory
 
 

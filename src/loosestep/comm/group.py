@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from loosestep.comm.failure import FIRST_TAG, Failure, LastWords, listen, not_made, reason_of
-from loosestep.comm.flat import WINDOW_BYTES
+from loosestep.comm.flat.windows import WINDOW_BYTES
 from loosestep.comm.peers import Peers
 from loosestep.comm.store import GroupStore, within
 from loosestep.comm.torch_versions import group_name, warn_if_untested

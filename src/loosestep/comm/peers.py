@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from loosestep.comm.failure import Failure, Notes, hang_up, reason_of
-from loosestep.comm.flat import WINDOW_BYTES
+from loosestep.comm.flat.windows import WINDOW_BYTES
 from loosestep.errors import PeerLost
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import torch
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from loosestep.comm.cuts import Run, Runs
+from loosestep.comm.flat.cuts import Run, Runs
 from loosestep.errors import NotFinite
 from loosestep.gradients.sharing import GradientSharing, check_dense, mean_future
 

@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from loosestep.comm.flat import STAGING
+from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.peers import Peers
 from loosestep.errors import NotAttachable
 from loosestep.gradients.backward import Backward, usage_of

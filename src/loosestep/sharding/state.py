@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from loosestep.comm.flat import STAGING
+from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.peers import Message, Peers
 from loosestep.comm.tensors import short_dtype
 from loosestep.sharding.ownership import as_laid_out, memory_of

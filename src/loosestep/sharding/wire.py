@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from loosestep.comm.flat import STAGING
+from loosestep.comm.flat.packing import tell_autograd
+from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.peers import Message, Peers, Phase
 from loosestep.comm.reducers.parcels import GatherFromOwners, ReduceToOwners
 from loosestep.comm.transport.exchange import reach
@@ -200,8 +201,7 @@ class Gathering:
             batch, gathering = self._under_way.popleft()
             gathering.wait()
             self._wire.moved(gathering.traffic)
-            # The kernel wrote some of them: autograd must know that saved values are stale.
-            torch.autograd.graph.increment_version(batch)
+            tell_autograd(batch)  # the kernel wrote some of them
             self._launch()
 
     @torch.no_grad()

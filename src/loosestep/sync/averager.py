@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from loosestep.comm.agreement import Header, Progress, Statement, agree, state
 from loosestep.comm.fingerprints import fingerprints
-from loosestep.comm.flat import WINDOW_BYTES
+from loosestep.comm.flat.rows import whole_name
+from loosestep.comm.flat.windows import WINDOW_BYTES
 from loosestep.comm.group import Group, peers_of, require_process_group, world_group
 from loosestep.comm.peers import Peers, Phase
 from loosestep.comm.reducers import Mean, NonFinite, Reducer, check_reducer
 from loosestep.comm.reducers.backend import First
-from loosestep.comm.reducers.division import Division, sampled, whole_name
+from loosestep.comm.reducers.division import Division, sampled
 from loosestep.comm.reducers.reducer import check_suits_parameters, compresses, policy_of
 from loosestep.comm.sharded_types import is_dtensor
 from loosestep.comm.tensors import Named, memory, shard_key, unique

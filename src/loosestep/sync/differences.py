@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from loosestep.comm.flat import STAGING, pack, unpack, unpack_sum
+from loosestep.comm.flat.staging import STAGING
+from loosestep.comm.flat.windows import pack, unpack, unpack_sum
 from loosestep.comm.peers import Phase
 from loosestep.comm.reducers import Mean, Reducer, State
 from loosestep.sync.jobs import Job

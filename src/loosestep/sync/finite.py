@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from loosestep.comm import native
-from loosestep.comm.flat import Addresses
+from loosestep.comm.flat.packing import Addresses
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers import Reducer
 from loosestep.comm.reducers.reducer import compresses

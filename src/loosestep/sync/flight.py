@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from loosestep.comm.flat import WINDOW_BYTES
+from loosestep.comm.flat.windows import WINDOW_BYTES
 from loosestep.comm.peers import Peers
 from loosestep.comm.tensors import Named, each_once, memory
 from loosestep.errors import PeerLost

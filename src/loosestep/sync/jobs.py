@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from loosestep.comm.cuts import Run, Runs
-from loosestep.comm.flat import OWN_WINDOW_BYTES, Window, windows
+from loosestep.comm.flat.cuts import Run, Runs
+from loosestep.comm.flat.rows import origin
+from loosestep.comm.flat.windows import OWN_WINDOW_BYTES, Window, windows
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers import Mean, Place, Reducer
-from loosestep.comm.reducers.division import Division, origin
+from loosestep.comm.reducers.division import Division
 from loosestep.comm.tensors import Holders, Named, holders_of
 from loosestep.sync.bound import by_shard
 from loosestep.sync.parts import compressible, only_exact

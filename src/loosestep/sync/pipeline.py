@@ -16,7 +16,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from loosestep.comm.flat import STAGING, pack, pack_difference, unpack, windows
+from loosestep.comm.flat.staging import STAGING
+from loosestep.comm.flat.windows import pack, pack_difference, unpack, windows
 from loosestep.comm.peers import Peers, Phase
 from loosestep.comm.reducers import NOTHING, Handle, Native, Place, Reducer, State
 from loosestep.comm.tensors import Named

@@ -19,7 +19,7 @@ from loosestep.comm.codecs.codec import Codec, Loops
 from loosestep.comm.codecs.largest import Largest
 from loosestep.comm.codecs.narrow import Narrow
 from loosestep.comm.codecs.rounding import Draw, draw_of, key_of, uniform
-from loosestep.comm.cuts import Run, Runs
+from loosestep.comm.flat.cuts import Run, Runs
 from tests.support.codecs import LARGEST, SPECIAL, floats, same_bits
 
 pytestmark = pytest.mark.fast

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from loosestep import NonFinite, NotFinite, average_
 from loosestep.comm.codecs import in_c as codec_c
-from loosestep.comm.cuts import Run, Runs
+from loosestep.comm.flat.cuts import Run, Runs
 from loosestep.comm.group import Group, peers_of, world_group
 from loosestep.comm.peers import Message, Peers, Transfer
 from loosestep.comm.reducers import NOTHING, Place

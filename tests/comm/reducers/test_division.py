@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -32,7 +30,6 @@ from loosestep import (
 )
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers import Handle, Place
-from loosestep.comm.reducers.division import origin, shares
 from loosestep.reducers import ErrorFeedback, Hosts, Int4, Int8, Mean, Reducer, TwoLevel
 from loosestep.schedules import every
 from loosestep.testing import RankPool, run_ranks
@@ -88,29 +85,6 @@ def train_mixed(inner: Reducer | None, hosts: Hosts, overlap_steps: int) -> list
         run.finalize()
     assert net.kernel.is_contiguous(memory_format=torch.channels_last)
     return [parameter.detach().clone() for parameter in net.parameters()]
-
-
-@given(
-    st.lists(st.lists(st.integers(0, 7), max_size=3), max_size=6),
-    st.integers(1, 5),
-    st.sampled_from([1, 2, 3, 16]),
-)
-def test_shares_hold_every_element_once(shapes: list[list[int]], count: int, block: int) -> None:
-    """All elements are in one part each, of whole blocks, and no part is larger than it must be."""
-    named = [(str(index), torch.zeros(shape)) for index, shape in enumerate(shapes)]
-    parts = shares(named, count, block)
-    assert len(parts) == count
-    for part in parts:
-        for name, view in part:
-            view.add_(1.0)
-            assert origin(name, view)[1] % block == 0
-    assert all(bool((tensor == 1.0).all()) for _, tensor in named)
-    rows = [t.numel() // t.shape[0] if t.dim() else 1 for _, t in named if t.numel()]
-    rows = [math.lcm(row, block) for row in rows]
-    total = sum(tensor.numel() for _, tensor in named)
-    sizes = [sum(view.numel() for _, view in part) for part in parts]
-    assert max(sizes) <= math.ceil(total / count) + max(rows, default=0)
-    assert len({name for part in parts for name, _ in part}) == sum(map(len, parts))
 
 
 @pytest.mark.parametrize("overlap_steps", [0, 1, 3])

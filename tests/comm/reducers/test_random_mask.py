@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from loosestep import Initial, attach, average_, ddp, post_local_sgd
-from loosestep.comm.cuts import Run, Runs
+from loosestep.comm.flat.cuts import Run, Runs
 from loosestep.comm.group import peers_of, world_group
 from loosestep.comm.reducers import Place
 from loosestep.outer import nesterov

@@ -21,7 +21,7 @@ from loosestep import (
     post_local_sgd,
     zero,
 )
-from loosestep.comm.flat import STAGING
+from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.group import Group, peers_of, world_group
 from loosestep.comm.reducers import NOTHING
 from loosestep.comm.reducers.replica_feedback import OfMeans

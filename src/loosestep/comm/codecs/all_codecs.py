@@ -25,7 +25,7 @@ CODECS: dict[str, Callable[[Loops], Codec]] = {
 def codec(name: str, loops: Loops | str = Loops.BEST) -> Codec:
     """Return a codec of the table.
 
-    >>> from loosestep.comm.cuts import Runs
+    >>> from loosestep.comm.flat.cuts import Runs
     >>> codec("int8", "torch").nbytes(Runs.of(256))
     260
     """

@@ -20,7 +20,7 @@ import loosestep.comm.codecs.in_torch as codec_torch
 from loosestep.comm.codecs.codec import Loops, on_device
 from loosestep.comm.codecs.in_torch import row_bytes
 from loosestep.comm.codecs.rounding import Draw, key_of
-from loosestep.comm.cuts import Runs
+from loosestep.comm.flat.cuts import Runs
 from loosestep.comm.native import CONSTANTS
 
 LARGEST_BLOCK = CONSTANTS["LARGEST_BLOCK"]

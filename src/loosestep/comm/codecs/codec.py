@@ -11,7 +11,7 @@ import torch
 
 import loosestep.comm.codecs.in_c as codec_c
 from loosestep.comm.codecs.rounding import Draw
-from loosestep.comm.cuts import Runs
+from loosestep.comm.flat.cuts import Runs
 
 Function = TypeVar("Function", bound=Callable[..., object])
 

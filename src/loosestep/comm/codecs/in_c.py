@@ -11,7 +11,7 @@ import torch
 from loosestep.comm import native
 from loosestep.comm.codecs.in_torch import codes_per_byte
 from loosestep.comm.codecs.rounding import Draw
-from loosestep.comm.cuts import Runs
+from loosestep.comm.flat.cuts import Runs
 
 Parts = tuple[torch.Tensor, torch.Tensor]  # of a message: numbers in float32, and bytes
 

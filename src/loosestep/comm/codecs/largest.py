@@ -23,7 +23,7 @@ import loosestep.comm.codecs.in_torch as codec_torch
 from loosestep.comm.codecs.codec import Loops, on_device
 from loosestep.comm.codecs.in_torch import place_bytes
 from loosestep.comm.codecs.rounding import Draw
-from loosestep.comm.cuts import Runs
+from loosestep.comm.flat.cuts import Runs
 from loosestep.comm.native import CONSTANTS
 from loosestep.errors import is_number
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from loosestep.comm.codecs.rounding import Draw
-from loosestep.comm.cuts import Runs
+from loosestep.comm.flat.cuts import Runs
 
 
 def narrow(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

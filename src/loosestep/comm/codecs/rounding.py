@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from loosestep.comm.cuts import Runs
+from loosestep.comm.flat.cuts import Runs
 
 _SPREAD, _MIX, _LAST = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from loosestep.comm.cuts import sizes_of
 from loosestep.comm.failure import reason_of
+from loosestep.comm.flat.cuts import sizes_of
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers.reducer import Done, Handle, Place, Reducer
 from loosestep.errors import check_instance

@@ -28,8 +28,8 @@ import torch
 
 from loosestep.comm.codecs.codec import Codec
 from loosestep.comm.codecs.rounding import Draw, Rounding, draw_of
-from loosestep.comm.cuts import Bounds, Runs
-from loosestep.comm.flat import STAGING
+from loosestep.comm.flat.cuts import Bounds, Runs
+from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.peers import Message, Peers, Transfer
 from loosestep.comm.reducers.nonfinite import all_finite, contributors
 from loosestep.comm.reducers.reducer import (

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from loosestep.comm.flat import STAGING
+from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers.compressed import LARGEST, Compressed, Memories
 from loosestep.comm.reducers.nonfinite import all_finite

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from loosestep.comm import native
-from loosestep.comm.cuts import sizes_of, slices
-from loosestep.comm.flat import STAGING
+from loosestep.comm.flat.cuts import sizes_of, slices
+from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers.pieces import InPieces, cut
 from loosestep.comm.reducers.reducer import Done, Handle, Place, Reducer

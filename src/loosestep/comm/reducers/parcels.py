@@ -7,18 +7,20 @@ message each, or are read where they lie, as in ``exchange``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from loosestep.comm.flat import STAGING
+from loosestep.comm.flat.packing import pack_flats, unpack_flats
+from loosestep.comm.flat.ranges import Ranges, clip, length, pack_ranges
+from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.peers import Message, Peers, Transfer
 from loosestep.comm.reducers.mean import reduce_into
 from loosestep.comm.transport.exchange import reach
 from loosestep.comm.transport.shared_memory import SharedMemory
-from loosestep.comm.transport.shared_tensors import Ranges, SharedPieces, SharedTensor
+from loosestep.comm.transport.shared_tensors import SharedPieces, SharedTensor
 from loosestep.telemetry.traffic import Traffic
 
 BLOCK = 1 << 18  # elements summed at a time; smaller: more system calls, larger: more memory
@@ -120,10 +122,7 @@ class SocketDelivery:
 
     def unpack(self, member: int, places: Sequence[torch.Tensor]) -> None:
         """Copy what arrived to its places."""
-        if not places:
-            return
-        sizes = [place.numel() for place in places]
-        torch._foreach_copy_(list(places), list(torch.split(self._inbox[member], sizes)))
+        unpack_flats(self._inbox[member], places)
 
     def taken(self) -> None:
         """Keep the room for the next parcels."""
@@ -142,7 +141,7 @@ class SocketDelivery:
     def _pack(self, source: torch.Tensor, ranges: Ranges) -> torch.Tensor:
         if len(ranges) == 1:
             return source[ranges[0][0] : ranges[0][1]]
-        self._packed.append(pack(source, ranges))
+        self._packed.append(pack_ranges(source, ranges))
         return self._packed[-1]
 
     def _post(self, outbox: dict[int, torch.Tensor]) -> tuple[list[Transfer], list[Transfer]]:
@@ -176,7 +175,7 @@ class ReduceToOwners:
         """Return the mean of what this rank owns, packed into one flat tensor (from STAGING)."""
         for delivery in self._deliveries:
             delivery.ready()
-        result = pack(self._buffer, self._owned)
+        result = pack_ranges(self._buffer, self._owned)
         scratch = {
             member: STAGING.take(BLOCK, result.dtype, result.device)
             for delivery in self._deliveries
@@ -263,8 +262,7 @@ class GatherFromOwners:
     def _send(self, like: torch.Tensor, distant: list[int], peers: Peers) -> SocketDelivery:
         sizes = [sum(place.numel() for place in member) for member in self._places]
         self._packed = STAGING.take(sizes[peers.group_rank], like.dtype, like.device)
-        if self._mine:
-            torch.cat(list(self._mine), out=self._packed)
+        pack_flats(self._mine, self._packed)
         outgoing = [[(0, self._packed.numel())]] * peers.size
         incoming = [[(0, size)] for size in sizes]
         return SocketDelivery(Parcels(self._packed, outgoing, incoming, peers), distant)
@@ -281,34 +279,3 @@ def _traffic(
         else:
             traffic.bytes_sent += moved
     return traffic
-
-
-def pack(source: torch.Tensor, ranges: Ranges) -> torch.Tensor:
-    """Copy ranges of a flat tensor to one flat tensor of their own."""
-    room = STAGING.take(length(ranges), source.dtype, source.device)
-    if not ranges:
-        return room
-    return torch.cat([source[start:stop] for start, stop in ranges], out=room)
-
-
-def length(ranges: Ranges) -> int:
-    """Return how many elements the ranges hold."""
-    return sum(stop - start for start, stop in ranges)
-
-
-def clip(ranges: Ranges, first: int, last: int) -> list[tuple[int, int]]:
-    """Return the part of ``ranges`` from their element ``first`` up to ``last``.
-
-    >>> clip([(10, 14), (20, 26)], 2, 6)
-    [(12, 14), (20, 22)]
-    """
-    return list(_clip(ranges, first, last))
-
-
-def _clip(ranges: Ranges, first: int, last: int) -> Iterator[tuple[int, int]]:
-    at = 0
-    for start, stop in ranges:
-        begin, end = max(start, start + first - at), min(stop, start + last - at)
-        if begin < end:
-            yield begin, end
-        at += stop - start

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from loosestep.comm.cuts import Bounds
+from loosestep.comm.flat.cuts import Bounds
 from loosestep.comm.reducers.reducer import Handle
 from loosestep.telemetry.traffic import Traffic
 

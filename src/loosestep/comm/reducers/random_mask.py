@@ -21,7 +21,7 @@ import torch
 
 from loosestep.comm.codecs.largest import Largest
 from loosestep.comm.codecs.rounding import draw_of, uniform_in
-from loosestep.comm.cuts import Runs
+from loosestep.comm.flat.cuts import Runs
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers.compressed import Calls
 from loosestep.comm.reducers.mean import Mean

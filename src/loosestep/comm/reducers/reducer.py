@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from loosestep.comm.cuts import Runs
+from loosestep.comm.flat.cuts import Runs
 from loosestep.comm.peers import Peers
 from loosestep.comm.tensors import Named
 from loosestep.telemetry.traffic import Traffic

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from loosestep.comm.codecs.rounding import Rounding
-from loosestep.comm.flat import STAGING
+from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers.compressed import Memories
 from loosestep.comm.reducers.feedback import ErrorFeedback, Residual, Residuals

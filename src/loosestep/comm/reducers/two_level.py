@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from loosestep.comm.cuts import Bounds, Runs
+from loosestep.comm.flat.cuts import Bounds, Runs
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers.division import Division
 from loosestep.comm.reducers.mean import Mean, MeanInFlight

@@ -27,8 +27,8 @@ from typing import Protocol
 
 import torch
 
-from loosestep.comm.cuts import Bounds, slices
-from loosestep.comm.flat import STAGING
+from loosestep.comm.flat.cuts import Bounds, slices
+from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.peers import Message, Peers, Transfer
 from loosestep.comm.transport.segments import Copy, open_copy
 from loosestep.comm.transport.shared_memory import (

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from loosestep.comm.flat import pack_bytes
+from loosestep.comm.flat.packing import pack_bytes
 
 SHARED_FOLDER = "/dev/shm"
 PAGE = mmap.PAGESIZE

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from loosestep.comm.flat import gather_bytes, unpack_bytes
+from loosestep.comm.flat.packing import unpack_bytes
+from loosestep.comm.flat.ranges import Ranges, pack_ranges
 from loosestep.comm.transport.segments import Copy, open_copy
 from loosestep.comm.transport.shared_memory import (
     DETAIL,
@@ -24,8 +25,6 @@ from loosestep.comm.transport.shared_memory import (
 
 if TYPE_CHECKING:
     from loosestep.comm.peers import Peers
-
-Ranges = Sequence[tuple[int, int]]  # of elements: first, and one after the last
 
 
 class SharedTensor:
@@ -50,13 +49,12 @@ class SharedTensor:
 
     def read(self, member: int, ranges: Ranges, into: torch.Tensor) -> None:
         """Copy ranges of elements of a neighbour's tensor to a contiguous one, in this order."""
-        size = into.element_size()
-        spans = [(start * size, (stop - start) * size) for start, stop in ranges]
         if self._shared.readable:
-            base = self._slot.told(member, PLACE)
-            self.read_spans(member, [(base + at, length) for at, length in spans], [into])
+            base, size = self._slot.told(member, PLACE), into.element_size()
+            there = [(base + start * size, (stop - start) * size) for start, stop in ranges]
+            self.read_spans(member, there, [into])
             return
-        gather_bytes(self._copy_of(member), spans, into)
+        pack_ranges(self._copy_of(member).view(into.dtype), ranges, into)
 
     def read_spans(
         self, member: int, there: list[tuple[int, int]], into: Sequence[torch.Tensor]

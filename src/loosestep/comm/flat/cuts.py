@@ -12,7 +12,7 @@ import bisect
 import ctypes
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -54,9 +54,14 @@ class Runs:
         return sum(run.numel for run in self.each)
 
     @cached_property
+    def bounds(self) -> Bounds:
+        """Where the runs lie in the buffer."""
+        return following(run.numel for run in self.each)
+
+    @cached_property
     def starts(self) -> list[int]:
         """Where each run begins in the buffer."""
-        return list(itertools.accumulate((run.numel for run in self.each), initial=0))[:-1]
+        return [start for start, _ in self.bounds]
 
     @cached_property
     def lengths(self) -> ctypes.Array[ctypes.c_int64]:
@@ -132,6 +137,15 @@ class Runs:
         start, run = self.starts[index], self.each[index]
         below = start + (element - start) // block * block
         return below, element if below == element else min(below + block, start + run.numel)
+
+
+def following(sizes: Iterable[int]) -> Bounds:
+    """Return where parts of these sizes lie that follow each other.
+
+    >>> following([2, 0, 3])
+    [(0, 2), (2, 2), (2, 5)]
+    """
+    return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
 
 
 def slices(numel: int, parts: int) -> Bounds:

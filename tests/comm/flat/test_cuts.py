@@ -8,12 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loosestep.comm.cuts import Bounds, Run, Runs, slices
+from loosestep.comm.flat.cuts import Bounds, Run, Runs, slices
 
 pytestmark = pytest.mark.fast
 
 sizes = st.lists(st.integers(0, 40), max_size=8)
 blocks = st.sampled_from([1, 2, 7, 16, 100])
+
+
+@given(numel=st.integers(0, 1000), parts=st.integers(1, 17))
+def test_slices_cover_without_overlap(numel: int, parts: int) -> None:
+    """Slices follow each other, cover everything and differ in length by at most one."""
+    cut = slices(numel, parts)
+    assert cut[0][0] == 0
+    assert cut[-1][1] == numel
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(cut))
+    lengths = [stop - start for start, stop in cut]
+    assert max(lengths) - min(lengths) <= 1
 
 
 def check(runs: Runs, bounds: Bounds, block: int) -> None:

@@ -7,46 +7,19 @@ many views a range takes may depend on strides; nobody tells others.)
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch.autograd.graph import increment_version
 
 from loosestep.comm import native
-from loosestep.comm.cuts import Run
+from loosestep.comm.flat.cuts import Bounds, Run, following
+from loosestep.comm.flat.packing import Addresses, pack_flats, tell_autograd, unpack_flats
 
 WINDOW_BYTES = 4 << 20  # larger: fewer messages; smaller: less memory, more overlap
 FEW_PIECES = 16  # a call for each costs less than a second pass over the window
 OWN_WINDOW_BYTES = 512 << 10  # a piece this large is worth a window without a copy
-
-
-@dataclass(frozen=True)
-class Addresses:
-    """Where contiguous tensors lie and how many bytes they have, as C reads it.
-
-    Whoever keeps one looks before every use whether the tensors still lie there.
-    """
-
-    starts: ctypes.Array[ctypes.c_void_p]
-    sizes: ctypes.Array[ctypes.c_int64]
-    num: int
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> Addresses | None:
-        """Return them; None: C cannot read all of the tensors, or there are no loops in C."""
-        num = len(tensors)
-        if native.loops() is None or not all(map(_is_plain, tensors)):
-            return None
-        starts = (ctypes.c_void_p * num)(*(tensor.data_ptr() for tensor in tensors))
-        return cls(starts, (ctypes.c_int64 * num)(*(tensor.nbytes for tensor in tensors)), num)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Say whether the bytes of a tensor, in their order, are its values."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg()
 
 
 @dataclass(frozen=True)
@@ -73,6 +46,11 @@ class Window:
     def sizes(self) -> list[int]:
         """The number of elements of each piece."""
         return [piece.view.numel() for piece in self.pieces]
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        """Where the pieces lie in the buffer."""
+        return following(self.sizes)
 
     @cached_property
     def runs(self) -> list[Run]:
@@ -118,40 +96,6 @@ class Window:
     def in_place(self) -> bool:
         """Whether the tensor's own memory can serve as the buffer."""
         return len(self.pieces) == 1 and self.pieces[0].view.is_contiguous()
-
-
-class Pool:
-    """Buffers that are allocated once and used again, so that their pages stay warm."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a flat buffer of ``numel`` elements with any content."""
-        room = _size_class(numel * dtype.itemsize)
-        try:  # not "if there is one": another thread may take it in between
-            memory = self._free[device, room].pop()
-        except (KeyError, IndexError):
-            memory = torch.empty(room, dtype=torch.uint8, device=device)
-        return memory.view(dtype)[:numel]
-
-    def give(self, buffer: torch.Tensor) -> None:
-        """Take back a buffer that nobody uses any more."""
-        empty = torch.empty(0, dtype=torch.uint8, device=buffer.device)
-        memory = empty.set_(buffer.untyped_storage())
-        self._free.setdefault((buffer.device, memory.numel()), []).append(memory)
-
-    def clear(self) -> None:
-        """Free all buffers."""
-        self._free.clear()
-
-
-# One for the process: however many averagers there are, few buffers are under way at once.
-STAGING = Pool()
-
-
-def _size_class(size: int) -> int:
-    return 1 << max(10, (size - 1).bit_length())
 
 
 def windows(
@@ -200,8 +144,7 @@ def pack(window: Window, staging: torch.Tensor) -> torch.Tensor:
         loops.gather(buffer.data_ptr(), where.starts, where.sizes, where.num)
         return buffer
     if window.flats is not None and buffer.dtype == window.dtype:
-        torch.cat(window.flats, out=buffer)  # one call: many small tensors cost a call each
-        return buffer
+        return pack_flats(window.flats, buffer)
     for piece, part in zip(window.pieces, _parts(window, buffer), strict=True):
         part.copy_(piece.view)
     return buffer
@@ -227,10 +170,10 @@ def unpack(window: Window, buffer: torch.Tensor) -> None:
     where = window.addresses if _same_kind(window, buffer) else None
     if where is not None and (loops := native.loops()) is not None:
         loops.scatter(buffer.data_ptr(), where.starts, where.sizes, where.num)
-        increment_version([piece.view for piece in window.pieces])  # as writes by torch do
+        tell_autograd([piece.view for piece in window.pieces])
         return
     if window.flats is not None:
-        torch._foreach_copy_(window.flats, list(torch.split(buffer, window.sizes)))
+        unpack_flats(buffer, window.flats, window.sizes)
         return
     for piece, part in zip(window.pieces, _parts(window, buffer), strict=True):
         piece.view.copy_(part)
@@ -247,10 +190,8 @@ def unpack_sum(window: Window, buffer: torch.Tensor, more: torch.Tensor) -> None
 
 
 def _parts(window: Window, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-    start = 0
-    for piece in window.pieces:
-        yield buffer[start : start + piece.view.numel()].view(piece.view.shape)
-        start += piece.view.numel()
+    for piece, (start, stop) in zip(window.pieces, window.bounds, strict=True):
+        yield buffer[start:stop].view(piece.view.shape)
 
 
 def _ranges(tensor: torch.Tensor, limit: int, block: int) -> Iterator[Sequence[torch.Tensor]]:
@@ -298,41 +239,3 @@ def _split(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
         return
     for part in tensor.unbind(0):
         yield from _split(part, limit)
-
-
-def pack_bytes(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
-    """Copy tensors to the front of some bytes, one after the other.
-
-    >>> memory = torch.zeros(5, dtype=torch.uint8)
-    >>> pack_bytes([torch.tensor([1.0]), torch.tensor([True])], memory)
-    >>> memory.tolist()
-    [0, 0, 128, 63, 1]
-    """
-    start = 0
-    for tensor in tensors:
-        memory[start : start + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
-        start += tensor.nbytes
-
-
-def unpack_bytes(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy back to contiguous tensors what ``pack_bytes`` has put one after the other."""
-    start = 0
-    for tensor in tensors:
-        tensor.view(-1).view(torch.uint8).copy_(memory[start : start + tensor.nbytes])
-        start += tensor.nbytes
-
-
-def gather_bytes(
-    memory: torch.Tensor, spans: Sequence[tuple[int, int]], out: torch.Tensor
-) -> torch.Tensor:
-    """Copy parts of some bytes, each a start and a length, to a contiguous tensor, in this order.
-
-    >>> memory = torch.arange(6, dtype=torch.uint8)
-    >>> gather_bytes(memory, [(4, 2), (1, 1)], torch.empty(3, dtype=torch.uint8)).tolist()
-    [4, 5, 1]
-    """
-    filled, target = 0, out.view(-1).view(torch.uint8)
-    for start, length in spans:
-        target[filled : filled + length].copy_(memory[start : start + length])
-        filled += length
-    return out

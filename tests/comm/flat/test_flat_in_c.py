@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from loosestep.comm import native
-from loosestep.comm.flat import Addresses, pack, unpack, windows
+from loosestep.comm.flat.packing import Addresses
+from loosestep.comm.flat.windows import pack, unpack, windows
 from loosestep.sync.finite import EXPONENTS, batches, first_nonfinite
 
 pytestmark = pytest.mark.fast
