@@ -148,7 +148,7 @@ def kept_by_parameter(state: Any, parameters: list[torch.Tensor]) -> list[torch.
         flat[key] = total
     kept = []
     for parameter in parameters:
-        index, start = state._places[parameter]
+        index, (start, _) = state._places[parameter]
         part = flat[f"gradients {index}"][start : start + parameter.numel()]
         kept.append(part.view(parameter.shape))
     return kept

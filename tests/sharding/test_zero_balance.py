@@ -68,7 +68,7 @@ def test_every_element_has_one_owner(
     ownership = Ownership(group_size, whole=whole)
     ownership.add(parameters)
     for parameter in parameters:
-        parts = [ownership.shares[parameter].of(member) for member in range(group_size)]
+        parts = ownership.shares[parameter]
         filled = [(start, stop) for start, stop in parts if start < stop]
         ends = [0, *(stop for _, stop in filled)]
         assert [start for start, _ in filled] == ends[:-1]
@@ -76,7 +76,7 @@ def test_every_element_has_one_owner(
         assert all(start * parameter.element_size() % UNIT_BYTES == 0 for start, _ in filled)
         assert not whole or len(filled) <= 1
     owned = [
-        sum((b - a) * p.element_size() for p in parameters for a, b in [ownership.shares[p].of(m)])
+        sum((b - a) * p.element_size() for p in parameters for a, b in [ownership.shares[p][m]])
         for m in range(group_size)
     ]
     assert owned == ownership.bytes_owned

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 
 from loosestep.comm.flat.cuts import Run, Runs
+from loosestep.comm.flat.ranges import Range
 from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.group import peers_of, world_group
 from loosestep.comm.peers import Peers, Phase
@@ -107,13 +108,8 @@ class _Window:
     runs: Runs
     staging: torch.Tensor | None = None
     filled: int = 0  # elements
-    pieces: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     buckets: list[_Open] = field(default_factory=list)  # where the gradients came from
-
-    @property
-    def numel(self) -> int:
-        """The number of elements of all its gradients."""
-        return sum(parameter.numel() for parameter in self.parameters)
 
     def holds(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Say whether these are its parameters, in their order."""
@@ -124,20 +120,20 @@ class _Window:
         """Take a bucket that needs no copy."""
         self.staging, self.filled = buffer, buffer.numel()
 
-    def put(self, start: int, part: torch.Tensor) -> None:
+    def put(self, place: Range, part: torch.Tensor) -> None:
         """Copy a gradient to its place."""
         if self.staging is None:
-            self.staging = STAGING.take(self.numel, part.dtype, part.device)
-        place = self.staging[start : start + part.numel()]
-        self.pieces.append((place.copy_(part), part))
+            self.staging = STAGING.take(self.runs.numel, part.dtype, part.device)
+        start, stop = place
+        self.copies.append((self.staging[start:stop].copy_(part), part))
         self.filled += part.numel()
 
     def land(self, error: Exception | None) -> None:
         """Copy all gradients back and tell their buckets."""
-        for place, part in self.pieces:
+        for place, part in self.copies:
             if error is None:
                 part.copy_(place)
-        if self.pieces and self.staging is not None:
+        if self.copies and self.staging is not None:
             STAGING.give(self.staging)
         for bucket in self.buckets:
             bucket.landed(error)
@@ -153,7 +149,7 @@ class GradientHook:
         self._reductions = Reductions(reducer)
         self._peers = self._reductions.own_peers(peers)
         self._windows: list[_Window] = []
-        self._places: dict[torch.Tensor, tuple[int, int]] = {}  # window and first element
+        self._places: dict[torch.Tensor, tuple[int, Range]] = {}  # window, and where in it
         self._passes = 0  # backwards that have begun
         self._open: list[_Open] = []  # of this backward
 
@@ -208,10 +204,9 @@ class GradientHook:
         # their size is. Names it does not tell.
         last = len(self._places) + len(parameters) - 1
         runs = [Run(f"gradient {last - i}", 0, p.numel()) for i, p in enumerate(parameters)]
-        window, start = _Window(len(self._windows), list(parameters), Runs(tuple(runs))), 0
-        for parameter in parameters:
-            self._places[parameter] = (window.index, start)
-            start += parameter.numel()
+        window = _Window(len(self._windows), list(parameters), Runs(tuple(runs)))
+        places = zip(parameters, window.runs.bounds, strict=True)
+        self._places |= {parameter: (window.index, place) for parameter, place in places}
         self._windows.append(window)
 
     def _deal(
@@ -227,13 +222,13 @@ class GradientHook:
             window.lend(values)
         else:
             sizes = [parameter.numel() for parameter in parameters]
-            for (index, start), part in zip(places, torch.split(values, sizes), strict=True):
-                touched[index].put(start, part)
+            for (index, place), part in zip(places, torch.split(values, sizes), strict=True):
+                touched[index].put(place, part)
         for window in touched.values():
-            if window.filled == window.numel:
+            if window.filled == window.runs.numel:
                 self._launch(window)
 
-    def _place(self, parameter: torch.Tensor) -> tuple[int, int]:
+    def _place(self, parameter: torch.Tensor) -> tuple[int, Range]:
         if parameter not in self._places:
             raise RuntimeError(
                 f"a gradient hook serves one DDP module, and a parameter of shape "

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from loosestep.comm.flat.cuts import round_up
 from loosestep.comm.reducers.resident import ALIGNMENT, move_in
 from loosestep.gradients.plain import Bucket
 from loosestep.gradients.reducing import ByReducer
@@ -98,5 +99,4 @@ class InSharedMemory(ByReducer):
         return land
 
     def _bytes(self, bucket: Bucket) -> int:
-        wanted = bucket.numel * bucket.parameters[0].element_size()
-        return -(-wanted // ALIGNMENT) * ALIGNMENT
+        return round_up(bucket.numel * bucket.parameters[0].element_size(), ALIGNMENT)

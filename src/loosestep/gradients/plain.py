@@ -18,7 +18,7 @@ import torch
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from loosestep.comm.flat.cuts import Run, Runs
+from loosestep.comm.flat.cuts import Run, Runs, together
 from loosestep.errors import NotFinite
 from loosestep.gradients.sharing import GradientSharing, check_dense, mean_future
 
@@ -94,11 +94,8 @@ class Bucket:
         parameter.grad.copy_(part)
 
     def _parts(self, buffer: torch.Tensor) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        start = 0
-        for parameter in self.parameters:
-            stop = start + parameter.numel()
+        for parameter, (start, stop) in zip(self.parameters, self.runs.bounds, strict=True):
             yield parameter, self._view(buffer[start:stop], parameter)
-            start = stop
 
     def _view(self, piece: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
         # By position and not by memory, which one rank may have in another format.
@@ -325,22 +322,12 @@ def _divide(named: list[Parameter], bucket_bytes: int, share: float = 1.0) -> li
     groups: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
     for name, parameter in reversed(named):
         groups.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
-    return [bucket for group in groups.values() for bucket in _cut(group, bucket_bytes, share)]
 
+    def room(left: int) -> int:
+        return min(bucket_bytes, max(SMALL_BUCKET, int(left * share)))
 
-def _cut(named: list[Parameter], bucket_bytes: int, share: float) -> Iterator[list[Parameter]]:
-    left = sum(p.nbytes for _, p in named)
-    bucket: list[Parameter] = []
-    filled, most = 0, _room(left, bucket_bytes, share)
-    for name, parameter in named:
-        if bucket and filled + parameter.nbytes > most:
-            yield bucket
-            left -= filled
-            bucket, filled, most = [], 0, _room(left, bucket_bytes, share)
-        bucket.append((name, parameter))
-        filled += parameter.nbytes
-    yield bucket
-
-
-def _room(left: int, bucket_bytes: int, share: float) -> int:
-    return min(bucket_bytes, max(SMALL_BUCKET, int(left * share)))
+    return [
+        group[first:last]
+        for group in groups.values()
+        for first, last in together([p.nbytes for _, p in group], room)
+    ]

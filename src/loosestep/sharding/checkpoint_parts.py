@@ -123,7 +123,7 @@ class ShardedState:
     def _chunk_of(self, parameter: torch.Tensor, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):  # a user's class may count in plain numbers
             return value
-        start, stop = self._shards.ownership.shares[parameter].of(self._shards.group_rank)
+        start, stop = self._shards.ownership.shares[parameter][self._shards.group_rank]
         if self._shards.ownership.whole or value.shape != (stop - start,):
             return value
         return FlatShard(value, start, parameter.numel())

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from loosestep.comm.flat.cuts import following, together
 from loosestep.gradients.backward import Backward, usage_of
 from loosestep.gradients.sharing import as_parameters, check_no_sparse_parts, finished
 from loosestep.sharding.plans import AfterLast, Arrival, ByHook, EachBucket, Plan, Reduction
@@ -142,15 +143,11 @@ def _pieces(
     parameters: Sequence[torch.Tensor], buffer: torch.Tensor, most: int
 ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
     """Cut a bucket between parameters: one piece can be stepped while the next is on its way."""
-    piece: list[torch.Tensor] = []
-    start = stop = 0
-    for parameter in parameters:
-        if piece and (stop - start + parameter.numel()) * buffer.element_size() > most:
-            yield piece, buffer[start:stop]
-            piece, start = [], stop
-        piece.append(parameter)
-        stop += parameter.numel()
-    yield piece, buffer[start:stop]
+    sizes = [parameter.numel() for parameter in parameters]
+    groups = together(sizes, lambda left: most // buffer.element_size())
+    bounds = following(sum(sizes[first:last]) for first, last in groups)
+    for (first, last), (start, stop) in zip(groups, bounds, strict=True):
+        yield list(parameters[first:last]), buffer[start:stop]
 
 
 def _same_ranks(state: Any, group: dist.ProcessGroup) -> bool:

@@ -8,33 +8,27 @@ member; all others get whole parameters, the largest first, each to whoever has 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
+
+from loosestep.comm.flat.cuts import Bounds, following
+from loosestep.comm.flat.ranges import Range
 
 # Slices begin at multiples of this: a vector register of the widest kind. Fused kernels round the
 # last few elements of a tensor differently, and so do it to the same ones, sliced or not.
 UNIT_BYTES = 64
 
 
-@dataclass(frozen=True)
-class Share:
-    """How one parameter is divided: member m owns the elements from cuts[m] to cuts[m + 1]."""
-
-    cuts: tuple[int, ...]
-
-    def of(self, group_rank: int) -> tuple[int, int]:
-        """Return a member's first element and the one after its last."""
-        return self.cuts[group_rank], self.cuts[group_rank + 1]
-
-
 class Ownership:
-    """Divides parameters among the members of a group; ``bytes_owned`` counts what each got."""
+    """Divides parameters among the members of a group; ``bytes_owned`` counts what each got.
+
+    ``shares`` has what each member owns of a parameter, by group rank.
+    """
 
     def __init__(self, group_size: int, *, whole: bool) -> None:
         self.group_size, self.whole = group_size, whole
         self.bytes_owned = [0] * group_size
-        self.shares: dict[torch.Tensor, Share] = {}
+        self.shares: dict[torch.Tensor, Bounds] = {}
 
     def add(self, parameters: Iterable[torch.Tensor]) -> None:
         """Divide more parameters; what has been divided before stays as it is."""
@@ -46,26 +40,29 @@ class Ownership:
         for parameter in new:
             self.shares[parameter] = self._cut(parameter)
 
-    def ranges(
-        self, parameters: Sequence[torch.Tensor], offsets: Sequence[int]
-    ) -> list[list[tuple[int, int]]]:
-        """Return, by member, what it owns of a flat buffer that holds parameters at offsets."""
-        owned: list[list[tuple[int, int]]] = [[] for _ in range(self.group_size)]
-        for parameter, offset in zip(parameters, offsets, strict=True):
-            for member, ranges in enumerate(owned):
-                start, stop = self.shares[parameter].of(member)
+    def ranges(self, parameters: Sequence[torch.Tensor]) -> list[list[Range]]:
+        """Return, by member, what it owns of a flat buffer that holds parameters in order."""
+        owned: list[list[Range]] = [[] for _ in range(self.group_size)]
+        bounds = following(parameter.numel() for parameter in parameters)
+        for parameter, (at, _) in zip(parameters, bounds, strict=True):
+            for ranges, (start, stop) in zip(owned, self.shares[parameter], strict=True):
                 if start < stop:
-                    ranges.append((offset + start, offset + stop))
+                    ranges.append((at + start, at + stop))
         return owned
+
+    def part(self, tensor: torch.Tensor, parameter: torch.Tensor, group_rank: int) -> torch.Tensor:
+        """Return a member's elements of a tensor laid out like a parameter, as a flat view."""
+        start, stop = self.shares[parameter][group_rank]
+        return memory_of(tensor)[start:stop]
 
     def view(
         self, tensor: torch.Tensor, parameter: torch.Tensor, group_rank: int
     ) -> torch.Tensor | None:
-        """Return a member's part of a tensor laid out like a parameter; None: it has none."""
-        start, stop = self.shares[parameter].of(group_rank)
+        """Return the same as its optimizer sees it; None: the member has none."""
+        start, stop = self.shares[parameter][group_rank]
         if start == stop:
             return None
-        return self.shaped(parameter, memory_of(tensor)[start:stop])
+        return self.shaped(parameter, self.part(tensor, parameter, group_rank))
 
     def shaped(self, parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """Return a part's elements as its optimizer sees them: whole parameters with their shape.
@@ -74,24 +71,23 @@ class Ownership:
         """
         return laid_out_like(parameter, part) if self.whole or parameter.ndim == 0 else part
 
-    def _give(self, parameter: torch.Tensor) -> Share:
+    def _give(self, parameter: torch.Tensor) -> Bounds:
         """Give a whole parameter to the member that owns least."""
         owner = self.bytes_owned.index(min(self.bytes_owned))
         self.bytes_owned[owner] += parameter.nbytes
-        size = parameter.numel()
-        return Share(tuple(size if member > owner else 0 for member in range(self.group_size + 1)))
+        return following(parameter.numel() * (m == owner) for m in range(self.group_size))
 
-    def _cut(self, parameter: torch.Tensor) -> Share:
+    def _cut(self, parameter: torch.Tensor) -> Bounds:
         """Cut a parameter evenly; units that are left over go to those that own least."""
         unit = max(1, UNIT_BYTES // parameter.element_size())
         each, left_over = divmod(-(-parameter.numel() // unit), self.group_size)
         poorest = sorted(range(self.group_size), key=lambda m: (self.bytes_owned[m], m))
-        cuts = [0]
-        for member in range(self.group_size):
-            units = each + (member in poorest[:left_over])
-            cuts.append(min(parameter.numel(), cuts[-1] + units * unit))
-            self.bytes_owned[member] += (cuts[-1] - cuts[-2]) * parameter.element_size()
-        return Share(tuple(cuts))
+        sizes = [unit * (each + (m in poorest[:left_over])) for m in range(self.group_size)]
+        most = parameter.numel()  # the last unit may have less
+        bounds = [(min(start, most), min(stop, most)) for start, stop in following(sizes)]
+        for member, (start, stop) in enumerate(bounds):
+            self.bytes_owned[member] += (stop - start) * parameter.element_size()
+        return bounds
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -57,7 +57,7 @@ class ShardSet:
         """Point the shards to where their parameters are now: users re-point ``param.data``."""
         self._check_strides()
         for parameter, shard in self.of.items():
-            start, _ = self.ownership.shares[parameter].of(self.group_rank)
+            start, _ = self.ownership.shares[parameter][self.group_rank]
             at = parameter.data_ptr() + start * parameter.element_size()
             if shard.data_ptr() != at:
                 view = self._view(parameter)

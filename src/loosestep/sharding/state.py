@@ -16,7 +16,7 @@ import torch
 from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.peers import Message, Peers
 from loosestep.comm.tensors import short_dtype
-from loosestep.sharding.ownership import as_laid_out, memory_of
+from loosestep.sharding.ownership import as_laid_out
 from loosestep.sharding.shard_set import NOT_SETTINGS, ParamGroup, ShardSet
 
 State = dict[str, Any]
@@ -98,8 +98,8 @@ class _Entry:
             return place
         whole = self._room(entry, self._parameter.shape) if peers.group_rank == to else None
         for member in self._entries:
-            start, stop = self._ownership.shares[self._parameter].of(member)
-            _move(mine, None if whole is None else memory_of(whole)[start:stop], member, to, peers)
+            place = None if whole is None else self._ownership.part(whole, self._parameter, member)
+            _move(mine, place, member, to, peers)
         return whole
 
     def _room(self, entry: dict[str, Any], shape: Sequence[int]) -> torch.Tensor:
@@ -114,7 +114,7 @@ class _Entry:
         if self._ownership.whole:
             return False
         for member, entry in self._entries.items():
-            start, stop = self._ownership.shares[self._parameter].of(member)
+            start, stop = self._ownership.shares[self._parameter][member]
             if entry.get("shape") != [stop - start]:
                 return False
         return True
@@ -199,9 +199,8 @@ def _cut(state: State, parameter: torch.Tensor, shards: ShardSet) -> State:
         elif shards.ownership.whole or value.ndim == 0 or value.shape != parameter.shape:
             cut[key] = value.detach().clone()
         else:
-            start, stop = shards.ownership.shares[parameter].of(shards.group_rank)
             laid_out = as_laid_out(value.detach(), parameter.detach())
-            cut[key] = memory_of(laid_out)[start:stop].clone()
+            cut[key] = shards.ownership.part(laid_out, parameter, shards.group_rank).clone()
     return cut
 
 

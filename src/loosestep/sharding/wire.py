@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
+from loosestep.comm.flat.cuts import following, together
 from loosestep.comm.flat.packing import tell_autograd
 from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.peers import Message, Peers, Phase
@@ -61,10 +61,10 @@ class ShardWire:
 
         What follows them in the buffer goes to everybody.
         """
-        offsets = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
-        owned = self._ownership.ranges(parameters, offsets[:-1])
-        if buffer.numel() > offsets[-1]:
-            owned = [[*ranges, (offsets[-1], buffer.numel())] for ranges in owned]
+        owned = self._ownership.ranges(parameters)
+        held = sum(parameter.numel() for parameter in parameters)
+        if buffer.numel() > held:
+            owned = [[*ranges, (held, buffer.numel())] for ranges in owned]
         talking = self.gradient_peers.during(
             Phase("reducing the gradients of", self._names[parameters[0]])
         )
@@ -73,15 +73,13 @@ class ShardWire:
 
     def parts_of(self, parameters: Sequence[torch.Tensor], packed: torch.Tensor) -> Parts:
         """Return this rank's part of every gradient, as views of what it owns, packed."""
-        parts: Parts = {}
-        at = 0
-        for parameter in parameters:
-            start, stop = self._ownership.shares[parameter].of(self.group_rank)
-            if start < stop:
-                memory = packed[at : at + stop - start]
-                parts[parameter] = self._ownership.shaped(parameter, memory)
-                at += stop - start
-        return parts
+        owned = [self._ownership.shares[parameter][self.group_rank] for parameter in parameters]
+        bounds = following(stop - start for start, stop in owned)
+        return {
+            parameter: self._ownership.shaped(parameter, packed[start:stop])
+            for parameter, (start, stop) in zip(parameters, bounds, strict=True)
+            if start < stop
+        }
 
     def own_parts(
         self, gradients: Mapping[torch.Tensor, torch.Tensor], group_rank: int | None = None
@@ -112,12 +110,13 @@ class ShardWire:
 
     def gather(self, parameters: Sequence[torch.Tensor]) -> GatherFromOwners:
         """Launch one batch of that."""
-        places: list[list[torch.Tensor]] = []
-        memories = [memory_of(parameter.detach()) for parameter in parameters]
-        for member in range(self._ownership.group_size):
-            cuts = [self._ownership.shares[parameter].of(member) for parameter in parameters]
-            pieces = zip(memories, cuts, strict=True)
-            places.append([memory[start:stop] for memory, (start, stop) in pieces if start < stop])
+        places: list[list[torch.Tensor]] = [[] for _ in range(self._ownership.group_size)]
+        for parameter in parameters:
+            memory = memory_of(parameter.detach())
+            bounds = self._ownership.shares[parameter]
+            for member, (start, stop) in zip(places, bounds, strict=True):
+                if start < stop:
+                    member.append(memory[start:stop])
         peers = self.parameter_peers.during(Phase("gathering parameters"))
         return GatherFromOwners(places, peers)
 
@@ -219,12 +218,6 @@ def _batches(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]
             continue
         kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for members in kinds.values():
-        batch: list[torch.Tensor] = []
-        filled = 0
-        for parameter in members:
-            if batch and filled + parameter.nbytes > GATHER_BYTES:
-                yield batch
-                batch, filled = [], 0
-            batch.append(parameter)
-            filled += parameter.nbytes
-        yield batch
+        sizes = [parameter.nbytes for parameter in members]
+        for first, last in together(sizes, lambda left: GATHER_BYTES):
+            yield members[first:last]

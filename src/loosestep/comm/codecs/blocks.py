@@ -53,9 +53,9 @@ class Blocks:
             codec_c.encode_blocks(values, runs, self.block, self.bits, draws, out)
             return
         parts = []
-        for index, (run, start) in enumerate(zip(runs.each, runs.starts, strict=True)):
+        for index, (run, (start, stop)) in enumerate(zip(runs.each, runs.bounds, strict=True)):
             if run.numel:
-                lot = values[start : start + run.numel]
+                lot = values[start:stop]
                 key = None if draws is None else key_of(draws[index], values.device)
                 function = on_device(codec_torch.encode_blocks, lot)
                 parts.append(function(lot, self.block, self.bits, key, run.offset))

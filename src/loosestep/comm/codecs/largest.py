@@ -80,9 +80,9 @@ class Largest:
             codec_c.encode_topk(values, runs, self.block, self._table, (chosen, places))
             return chosen, places
         parts = []
-        for run, start in zip(runs.each, runs.starts, strict=True):
+        for run, (start, stop) in zip(runs.each, runs.bounds, strict=True):
             if run.numel:
-                lot = values[start : start + run.numel]
+                lot = values[start:stop]
                 counts = self.wanted(self.block), self.wanted(run.numel % self.block)
                 parts.append(on_device(codec_torch.encode_topk, lot)(lot, self.block, counts))
         chosen, found = (torch.cat(some) for some in zip(*parts, strict=True))

@@ -12,9 +12,11 @@ import bisect
 import ctypes
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+
+import torch
 
 Bounds = list[tuple[int, int]]  # the first element of each part, and the one behind its last
 
@@ -86,12 +88,16 @@ class Runs:
             self._slices[parts, block] = list(itertools.pairwise(edges))
         return self._slices[parts, block]
 
-    def pieces(self, most: int, block: int) -> Bounds:
-        """Cut into ranges of at most ``most`` elements each, or of one block; none is one of none.
+    def pieces(self, most: int, block: int, multiple: int = 1) -> Bounds:
+        """Cut into ranges of at most ``most`` elements each, or of one block.
+
+        Where every element is a block, all but the last are a multiple of elements long.
 
         >>> Runs.of([10, 3]).pieces(5, block=4)
         [(0, 4), (4, 8), (8, 13)]
         """
+        if block == 1:
+            return pieces(self.numel, most, multiple)
         bounds: Bounds = []
         start = 0
         while start < self.numel or not bounds:
@@ -154,7 +160,60 @@ def slices(numel: int, parts: int) -> Bounds:
     >>> slices(5, 3)
     [(0, 1), (1, 3), (3, 5)]
     """
-    return [(numel * i // parts, numel * (i + 1) // parts) for i in range(parts)]
+    return [slice_of(numel, parts, index) for index in range(parts)]
+
+
+def slice_of(numel: int, parts: int, index: int) -> tuple[int, int]:
+    """Return one of these ``slices``."""
+    return numel * index // parts, numel * (index + 1) // parts
+
+
+def pieces(numel: int, most: int, multiple: int = 1) -> Bounds:
+    """Cut into ranges of at most ``most`` elements, or of ``multiple``; none is one of none.
+
+    All but the last are a multiple long, so that slices of all of them hold together as many
+    elements as slices of the whole.
+
+    >>> pieces(10, most=5, multiple=2)
+    [(0, 4), (4, 8), (8, 10)]
+    """
+    step = max(1, most // multiple) * multiple
+    return [(at, min(at + step, numel)) for at in range(0, numel, step)] or [(0, 0)]
+
+
+def cut(buffer: torch.Tensor, most_bytes: int, multiple: int) -> Iterator[torch.Tensor]:
+    """Yield a buffer's ``pieces`` of at most so many bytes.
+
+    >>> [piece.numel() for piece in cut(torch.zeros(10), most_bytes=20, multiple=2)]
+    [4, 4, 2]
+    """
+    bounds = pieces(buffer.numel(), most_bytes // buffer.element_size(), multiple)
+    return (buffer[start:stop] for start, stop in bounds)
+
+
+def together(sizes: Sequence[int], most: Callable[[int], int]) -> Bounds:
+    """Return which neighbours go together: as many as fit, or one that is too large.
+
+    ``most``: what their sizes may add up to, given what is left in all.
+
+    >>> together([3, 3, 5, 9, 1], lambda left: 6)
+    [(0, 2), (2, 3), (3, 4), (4, 5)]
+    """
+    bounds: Bounds = []
+    first, filled, left = 0, 0, sum(sizes)
+    room = most(left)
+    for index, size in enumerate(sizes):
+        if index > first and filled + size > room:
+            bounds.append((first, index))
+            left -= filled
+            first, filled, room = index, 0, most(left)
+        filled += size
+    return [*bounds, (first, len(sizes))]
+
+
+def round_up(size: int, unit: int) -> int:
+    """Return the first multiple of ``unit`` that is not below ``size``."""
+    return -(-size // unit) * unit
 
 
 def sizes_of(numel: int | Sequence[int]) -> Sequence[int]:

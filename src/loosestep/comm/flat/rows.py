@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from loosestep.comm.flat.cuts import slices
+from loosestep.comm.flat.cuts import following, slices
 
 ROWS = " rows "  # between the name of a tensor and those of its rows that a part holds
 
@@ -54,13 +54,11 @@ def _cuts(
     """Return for every part which rows of which tensors it holds."""
     bounds = slices(sum(shape.numel() for shape in shapes), count)
     cuts: list[list[tuple[int, int, int]]] = [[] for _ in bounds]
-    at = 0
-    for index, shape in enumerate(shapes):
-        for cut, (start, stop) in zip(cuts, bounds, strict=True):
-            first, last = (_row(shape, element - at, block) for element in (start, stop))
+    for index, (at, _) in enumerate(following(shape.numel() for shape in shapes)):
+        for cut, part in zip(cuts, bounds, strict=True):
+            first, last = (_row(shapes[index], element - at, block) for element in part)
             if first < last:
                 cut.append((index, first, last))
-        at += shape.numel()
     return cuts
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+SMALLEST = 1 << 10  # bytes of a buffer
+
 
 class Pool:
     """Buffers that are allocated once and used again, so that their pages stay warm."""
@@ -13,7 +15,7 @@ class Pool:
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a flat buffer of ``numel`` elements with any content."""
-        room = _size_class(numel * dtype.itemsize)
+        room = size_class(numel * dtype.itemsize, SMALLEST)
         try:  # not "if there is one": another thread may take it in between
             memory = self._free[device, room].pop()
         except (KeyError, IndexError):
@@ -35,5 +37,10 @@ class Pool:
 STAGING = Pool()
 
 
-def _size_class(size: int) -> int:
-    return 1 << max(10, (size - 1).bit_length())
+def size_class(size: int, smallest: int) -> int:
+    """Return a power of two that has room, at least the smallest: few kinds of buffers.
+
+    >>> size_class(5000, smallest=1024), size_class(5, smallest=1024)
+    (8192, 1024)
+    """
+    return max(smallest, 1 << (size - 1).bit_length())

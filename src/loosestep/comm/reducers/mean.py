@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from loosestep.comm import native
-from loosestep.comm.flat.cuts import sizes_of, slices
+from loosestep.comm.flat.cuts import cut, sizes_of
 from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.peers import Peers
-from loosestep.comm.reducers.pieces import InPieces, cut
+from loosestep.comm.reducers.pieces import InPieces
 from loosestep.comm.reducers.reducer import Done, Handle, Place, Reducer
 from loosestep.comm.reducers.train import Train, can_go
-from loosestep.comm.transport.exchange import Exchange, Task, exchanges, largest
+from loosestep.comm.transport.exchange import Exchange, Task, elements_moved, exchanges, largest
 from loosestep.telemetry.traffic import Traffic
 
 BLOCK = 1 << 15  # elements summed at a time: what is summed stays in the cache
@@ -204,10 +204,7 @@ class Mean(Reducer):
         self, numel: int | Sequence[int], dtype: torch.dtype, group_size: int, group_rank: int = 0
     ) -> int:
         """Return the bytes sent: the others' slices, and my own to each of them."""
-        total = sum(sizes_of(numel))
-        start, stop = slices(total, group_size)[group_rank]
-        mine = stop - start
-        return dtype.itemsize * ((total - mine) + (group_size - 1) * mine)
+        return dtype.itemsize * elements_moved(sum(sizes_of(numel)), group_size, group_rank)
 
 
 class MeanInFlight(Handle):

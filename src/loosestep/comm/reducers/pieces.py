@@ -6,9 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-import torch
-
-from loosestep.comm.flat.cuts import Bounds
 from loosestep.comm.reducers.reducer import Handle
 from loosestep.telemetry.traffic import Traffic
 
@@ -61,21 +58,3 @@ class InPieces(Handle, Generic[Piece]):
         handle.wait()
         self.traffic.add(handle.traffic)
         self._finished.append(handle)
-
-
-def cut(buffer: torch.Tensor, most_bytes: int, multiple: int) -> Iterator[torch.Tensor]:
-    """Yield pieces of at most ``most_bytes``, but for the last a multiple of elements long.
-
-    Slices of such pieces hold together as many elements as slices of the whole.
-
-    >>> [piece.numel() for piece in cut(torch.zeros(10), most_bytes=20, multiple=2)]
-    [4, 4, 2]
-    """
-    bounds = piece_bounds(buffer.numel(), buffer.element_size(), most_bytes, multiple)
-    return (buffer[start:stop] for start, stop in bounds)
-
-
-def piece_bounds(numel: int, element_bytes: int, most_bytes: int, multiple: int) -> Bounds:
-    """Return where the pieces begin and end; none at all is one piece of none."""
-    step = max(1, most_bytes // element_bytes // multiple) * multiple
-    return [(at, min(at + step, numel)) for at in range(0, numel, step)] or [(0, 0)]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from loosestep.comm import native
+from loosestep.comm.flat.cuts import following, round_up
 from loosestep.comm.peers import Peers, Phase
 from loosestep.comm.reducers.mean import Mean
 from loosestep.comm.reducers.reducer import NOTHING
@@ -155,11 +156,9 @@ def _home_of(tensors: Sequence[torch.Tensor]) -> Segment | None:
 def _move(tensors: Sequence[torch.Tensor]) -> Segment:
     """Give the tensors' storages, each once, a place in a new segment."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-    places, size = {}, 0
-    for address, storage in storages.items():
-        places[address] = size
-        size += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-    segment = Segment.create(size)
+    sizes = [round_up(storage.nbytes(), ALIGNMENT) for storage in storages.values()]
+    places = dict(zip(storages, (start for start, _ in following(sizes)), strict=True))
+    segment = Segment.create(sum(sizes))
     memory = segment.bytes()
     for address, storage in storages.items():
         old = torch.empty(0, dtype=torch.uint8).set_(storage)

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from loosestep.comm import native
+from loosestep.comm.flat.cuts import cut
 from loosestep.comm.peers import Peers
-from loosestep.comm.reducers.pieces import cut
 from loosestep.comm.reducers.reducer import Handle
+from loosestep.comm.transport.exchange import elements_moved
 from loosestep.comm.transport.shared_memory import (
     PROBE_SECONDS,
     SLOTS,
@@ -81,10 +82,8 @@ class Train(Handle):
         self.traffic.samples = int(train.samples)
 
     def _count(self) -> None:
-        rank, size = self._peers.group_rank, self._peers.size
         for piece in self._pieces:
-            mine = piece.numel() * (rank + 1) // size - piece.numel() * rank // size
-            moved = piece.numel() - mine + (size - 1) * mine
+            moved = elements_moved(piece.numel(), self._peers.size, self._peers.group_rank)
             self.traffic.bytes_copied += moved * piece.element_size()
 
     def _windows(self) -> int:

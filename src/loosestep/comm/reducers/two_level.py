@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from loosestep.comm.flat.cuts import Bounds, Runs
+from loosestep.comm.flat.cuts import Runs
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers.division import Division
 from loosestep.comm.reducers.mean import Mean, MeanInFlight
 from loosestep.comm.reducers.nonfinite import all_finite, contributors
-from loosestep.comm.reducers.pieces import InPieces, piece_bounds
+from loosestep.comm.reducers.pieces import InPieces
 from loosestep.comm.reducers.reducer import Handle, NonFinite, Place, Reducer, check_reducer
 from loosestep.comm.reducers.resident import Resident, room
 from loosestep.comm.reducers.ways import Ways, blocks, make_ways
@@ -170,7 +170,7 @@ class TwoLevel(Reducer):
         most = _most_bytes(inside.size)
         if buffer.nbytes <= most or self._lives_there(buffer, inside):
             return launch(buffer, place.name, runs)
-        bounds = self._pieces(runs, buffer.dtype, most, peers.size)
+        bounds = runs.pieces(most // buffer.element_size(), self.block, peers.size)
         pieces = (
             (buffer[start:stop], f"{place.name}, part {number}", runs.part(start, stop))
             for number, (start, stop) in enumerate(bounds)
@@ -273,7 +273,8 @@ class TwoLevel(Reducer):
         if len(mine) == 1:
             return self.inner.bytes_on_wire(numel, dtype, len(hosts), at)
         sent = 0
-        for start, stop in self._pieces(runs, dtype, _most_bytes(len(mine)), group_size):
+        most = _most_bytes(len(mine)) // dtype.itemsize
+        for start, stop in runs.pieces(most, self.block, group_size):
             piece = runs.part(start, stop)
             bounds = piece.slices(len(mine), self.block)
             sizes = [run.numel for run in piece.part(*bounds[mine.index(group_rank)]).each]
@@ -284,12 +285,6 @@ class TwoLevel(Reducer):
         size = "" if self.ranks_per_host is None else f", ranks_per_host={self.ranks_per_host}"
         inside = f", inside={self.inside}" if self.resident else ""
         return f"TwoLevel({self.inner}, {self.hosts.value}{inside}{size})"
-
-    def _pieces(self, runs: Runs, dtype: torch.dtype, most: int, group_size: int) -> Bounds:
-        """Return what goes through a host as one."""
-        if self.block > 1:
-            return runs.pieces(most // dtype.itemsize, self.block)
-        return piece_bounds(runs.numel, dtype.itemsize, most, group_size)
 
     def _partition(self, group_size: int) -> list[tuple[int, ...]]:
         if self.ranks_per_host is None:

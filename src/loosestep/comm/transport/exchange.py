@@ -27,7 +27,7 @@ from typing import Protocol
 
 import torch
 
-from loosestep.comm.flat.cuts import Bounds, slices
+from loosestep.comm.flat.cuts import Bounds, slice_of, slices
 from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.peers import Message, Peers, Transfer
 from loosestep.comm.transport.segments import Copy, open_copy
@@ -114,6 +114,12 @@ def reach(peers: Peers, device: torch.device) -> tuple[SharedMemory | None, list
     shared = peers.shared_memory
     near = shared.neighbours if device.type == "cpu" else {}
     return (shared if near else None), [p for p in peers.others if p not in near]
+
+
+def elements_moved(numel: int, group_size: int, group_rank: int) -> int:
+    """Return what a member gives: the others' slices, and its own to each of them."""
+    start, stop = slice_of(numel, group_size, group_rank)
+    return numel + (group_size - 2) * (stop - start)
 
 
 def largest(peers: Peers, buffer: torch.Tensor) -> int:

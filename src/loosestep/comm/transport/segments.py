@@ -17,10 +17,13 @@ from collections.abc import Sequence
 
 import torch
 
+from loosestep.comm.flat.cuts import round_up
 from loosestep.comm.flat.packing import pack_bytes
+from loosestep.comm.flat.staging import size_class
 
 SHARED_FOLDER = "/dev/shm"
 PAGE = mmap.PAGESIZE
+SMALLEST_COPY = 1 << 12  # bytes
 SIZE_BITS = 40  # of the number that tells file and size
 
 
@@ -38,7 +41,7 @@ class Segment:
 
         The others must not be touched before ``reserve``.
         """
-        size = -(-max(size, 1) // PAGE) * PAGE
+        size = round_up(max(size, 1), PAGE)
         fd = _unnamed_file()
         try:
             os.ftruncate(fd, size)
@@ -89,7 +92,7 @@ class CopyPool:
     def take(self, pieces: Sequence[torch.Tensor]) -> Copy:
         """Return a copy of ``pieces``, one after the other."""
         needed = sum(piece.nbytes for piece in pieces)
-        capacity = 1 << max(12, (needed - 1).bit_length())
+        capacity = size_class(needed, SMALLEST_COPY)
         free = self._free.setdefault(capacity, [])
         if free:
             copy = free.pop()

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from loosestep.comm.flat.cuts import round_up
 from loosestep.comm.native import CONSTANTS, loops
 from loosestep.comm.transport.kernel import copy_from, sleep_on, wake
 from loosestep.comm.transport.segments import CopyPool, Segment
@@ -381,4 +382,4 @@ def arena_of(segment: Segment, group_size: int) -> torch.Tensor:
 
 
 def _arena_start(group_size: int) -> int:
-    return -(-(HEADER_BYTES + group_size * ctypes.sizeof(Row)) // 4096) * 4096
+    return round_up(HEADER_BYTES + group_size * ctypes.sizeof(Row), 4096)
