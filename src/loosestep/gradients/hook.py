@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 
-from loosestep.comm.flat.cuts import Run, Runs
-from loosestep.comm.flat.ranges import Range
+from loosestep.comm.flat.cuts import Range, Run, Runs
 from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.group import peers_of, world_group
 from loosestep.comm.peers import Peers, Phase

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from loosestep.comm.flat.cuts import Bounds, following
-from loosestep.comm.flat.ranges import Range
+from loosestep.comm.flat.cuts import Bounds, Range, following
 
 # Slices begin at multiples of this: a vector register of the widest kind. Fused kernels round the
 # last few elements of a tensor differently, and so do it to the same ones, sliced or not.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from functools import cached_property
 import torch
 
 from loosestep.comm import native
+from loosestep.comm.flat.cuts import together
 from loosestep.comm.flat.packing import Addresses
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers import Reducer
@@ -76,14 +78,11 @@ def first_nonfinite(batches: Sequence[Batch], *, encoded: bool = True) -> str:
 def batches(named: Sequence[Named]) -> list[Batch]:
     """Return tensors in order, small ones of one dtype together: to look at each costs a call."""
     found: list[Batch] = []
-    room = 0
-    for name, tensor in named:
-        if not found or tensor.nbytes > room or tensor.dtype is not found[-1].dtype:
-            found.append(Batch([], []))
-            room = BATCH_BYTES
-        found[-1].names.append(name)
-        found[-1].tensors.append(tensor)
-        room -= tensor.nbytes
+    for _, group in itertools.groupby(named, key=lambda pair: pair[1].dtype):
+        names, tensors = map(list, zip(*group, strict=True))
+        sizes = [tensor.nbytes for tensor in tensors]
+        for first, last in together(sizes, lambda left: BATCH_BYTES):
+            found.append(Batch(names[first:last], tensors[first:last]))
     return found
 
 

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loosestep.comm.flat.cuts import Range
 from loosestep.comm.flat.packing import unpack_flats
-from loosestep.comm.flat.ranges import Range, clip, length, pack_ranges, views
+from loosestep.comm.flat.ranges import clip, length, pack_ranges, views
 from loosestep.comm.flat.staging import STAGING
 
 pytestmark = pytest.mark.fast

@@ -15,7 +15,7 @@ slice    what one member of a group owns of a buffer; all slices together are th
 piece    a part of what is too large to go as one: of a tensor, of a buffer, of a bucket
 run      values of a buffer that follow each other in one tensor, too
 block    neighbours in a tensor that a lossy reducer treats together: no cut goes through one
-range    elements of a flat tensor, from one up to another: (first, one after the last)
+range    elements of a flat tensor that follow each other: (first, one after the last)
 bounds   ranges that follow each other and leave nothing out
 row      ``tensor[i]``; a tensor without dimensions is one row
 """

@@ -18,7 +18,8 @@ from functools import cached_property
 
 import torch
 
-Bounds = list[tuple[int, int]]  # the first element of each part, and the one behind its last
+Range = tuple[int, int]  # of elements: the first, and one after the last
+Bounds = list[Range]  # that follow each other and leave nothing out
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def slices(numel: int, parts: int) -> Bounds:
     return [slice_of(numel, parts, index) for index in range(parts)]
 
 
-def slice_of(numel: int, parts: int, index: int) -> tuple[int, int]:
+def slice_of(numel: int, parts: int, index: int) -> Range:
     """Return one of these ``slices``."""
     return numel * index // parts, numel * (index + 1) // parts
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from loosestep.comm.flat.cuts import Range
 from loosestep.comm.flat.packing import pack_flats
 from loosestep.comm.flat.staging import STAGING
 
-Range = tuple[int, int]  # of elements: the first, and one after the last
 Ranges = Sequence[Range]
 
 

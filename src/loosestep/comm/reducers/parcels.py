@@ -20,7 +20,7 @@ from loosestep.comm.peers import Message, Peers, Transfer
 from loosestep.comm.reducers.mean import reduce_into
 from loosestep.comm.transport.exchange import reach
 from loosestep.comm.transport.shared_memory import SharedMemory
-from loosestep.comm.transport.shared_tensors import SharedPieces, SharedTensor
+from loosestep.comm.transport.shared_tensors import SharedParts, SharedTensor
 from loosestep.telemetry.traffic import Traffic
 
 BLOCK = 1 << 18  # elements summed at a time; smaller: more system calls, larger: more memory
@@ -231,24 +231,24 @@ def mean_of_gradients(
 
 
 class GatherFromOwners:
-    """Every member's pieces, written to their places in all others' tensors.
+    """Every member's parts of tensors, written to their places in all others' tensors.
 
-    ``places`` has a list for every member: where its pieces belong here, and this rank's own.
+    ``places`` has a list for every member: where its parts belong here, and this rank's own.
     """
 
     def __init__(self, places: Sequence[Sequence[torch.Tensor]], peers: Peers) -> None:
         self._places, self._mine = places, places[peers.group_rank]
         first = next(place for member in places for place in member)
         shared, distant = reach(peers, first.device)
-        self._pieces_shared = None if shared is None else SharedPieces(self._mine, peers, shared)
+        self._shared = None if shared is None else SharedParts(self._mine, peers, shared)
         self._sockets = self._send(first, distant, peers) if distant else None
-        size = sum(piece.nbytes for piece in self._mine)
+        size = sum(part.nbytes for part in self._mine)
         self.traffic = Traffic(size * len(distant), size * (peers.size - 1 - len(distant)))
 
     def wait(self) -> None:
         """Return when all places hold their owners' values and nobody needs mine any more."""
-        if self._pieces_shared is not None:
-            self._pieces_shared.collect(self._places)
+        if self._shared is not None:
+            self._shared.collect(self._places)
         if self._sockets is not None:
             self._sockets.ready()
             for member in self._sockets.members:
@@ -256,8 +256,8 @@ class GatherFromOwners:
             self._sockets.taken()
             self._sockets.release()
             STAGING.give(self._packed)
-        if self._pieces_shared is not None:
-            self._pieces_shared.release()
+        if self._shared is not None:
+            self._shared.release()
 
     def _send(self, like: torch.Tensor, distant: list[int], peers: Peers) -> SocketDelivery:
         sizes = [sum(place.numel() for place in member) for member in self._places]

@@ -89,9 +89,9 @@ class CopyPool:
         self._free: dict[int, list[Copy]] = {}
         self._made = 0
 
-    def take(self, pieces: Sequence[torch.Tensor]) -> Copy:
-        """Return a copy of ``pieces``, one after the other."""
-        needed = sum(piece.nbytes for piece in pieces)
+    def take(self, tensors: Sequence[torch.Tensor]) -> Copy:
+        """Return a copy of tensors, one after the other."""
+        needed = sum(tensor.nbytes for tensor in tensors)
         capacity = size_class(needed, SMALLEST_COPY)
         free = self._free.setdefault(capacity, [])
         if free:
@@ -99,7 +99,7 @@ class CopyPool:
         else:
             self._made += 1
             copy = Copy(Segment.create(capacity), self._made, capacity)
-        pack_bytes(pieces, copy.memory)
+        pack_bytes(tensors, copy.memory)
         return copy
 
     def give(self, copy: Copy) -> None:

@@ -126,7 +126,7 @@ class Neighbour:
         return False
 
     def read(self, there: list[tuple[int, int]], here: list[tuple[int, int]]) -> str:
-        """Copy pieces of its memory, wherever they lie; return what went wrong, or ''."""
+        """Copy parts of its memory, wherever they lie; return what went wrong, or ''."""
         return copy_from(self.pid, there, here)
 
 

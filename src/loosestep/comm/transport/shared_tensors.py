@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 class SharedTensor:
     """One tensor that neighbours read, and theirs that this rank reads in turn."""
 
-    def __init__(self, shared: SharedMemory, peers: Peers, pieces: Sequence[torch.Tensor]) -> None:
+    def __init__(self, shared: SharedMemory, peers: Peers, tensors: Sequence[torch.Tensor]) -> None:
         self._shared, self._peers, self._slot = shared, peers, Slot(shared, peers)
         self.members = self._slot.members
         self._kept: Sequence[torch.Tensor] = ()  # while neighbours may read it
         self._copy: Copy | None = None
         if shared.readable:
-            assert len(pieces) == 1, "several pieces are shared by a table of their addresses"
-            self._kept = pieces
-            self._slot.offer(pieces[0].data_ptr())
+            assert len(tensors) == 1, "several tensors are shared by a table of their addresses"
+            self._kept = tensors
+            self._slot.offer(tensors[0].data_ptr())
         else:
-            self._copy = shared.copies.take(pieces)
+            self._copy = shared.copies.take(tensors)
             self._slot.offer(self._copy.key, self._copy.detail)
 
     def wait(self, member: int) -> None:
@@ -59,14 +59,14 @@ class SharedTensor:
     def read_spans(
         self, member: int, there: list[tuple[int, int]], into: Sequence[torch.Tensor]
     ) -> None:
-        """Copy pieces of a neighbour's memory to contiguous tensors, in this order."""
+        """Copy parts of a neighbour's memory to contiguous tensors, in this order."""
         here = [(tensor.data_ptr(), tensor.nbytes) for tensor in into]
         error = self._shared.neighbours[member].read(there, here)
         if error:
             raise self._peers.lost(member, error)
 
-    def read_pieces(self, member: int, into: Sequence[torch.Tensor]) -> None:
-        """Copy all pieces that a neighbour has shared as a copy, in their order."""
+    def read_copies(self, member: int, into: Sequence[torch.Tensor]) -> None:
+        """Copy all tensors of which a neighbour has shared copies, in their order."""
         unpack_bytes(self._copy_of(member), into)
 
     def taken(self, member: int) -> None:
@@ -92,23 +92,23 @@ class SharedTensor:
         raise self._peers.lost(member, reason)
 
 
-class SharedPieces:
-    """Pieces of memory that all neighbours take: where they lie, or out of one copy."""
+class SharedParts:
+    """Parts of tensors that all neighbours take: where they lie, or out of one copy."""
 
-    def __init__(self, pieces: Sequence[torch.Tensor], peers: Peers, shared: SharedMemory) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], peers: Peers, shared: SharedMemory) -> None:
         self._by_table = shared.readable
-        addresses = [piece.data_ptr() for piece in pieces]
+        addresses = [tensor.data_ptr() for tensor in tensors]
         table = [torch.tensor(addresses, dtype=torch.int64)]
-        self._tensor = SharedTensor(shared, peers, table if shared.readable else pieces)
+        self._tensor = SharedTensor(shared, peers, table if shared.readable else tensors)
 
     def collect(self, places: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Read every neighbour's pieces to their places, and let it have its memory back."""
+        """Read every neighbour's parts to their places, and let it have its memory back."""
         for member in self._tensor.members:
             self._tensor.wait(member)
             if places[member] and self._by_table:
                 self._tensor.read_spans(member, list(self._spans(member, places)), places[member])
             elif places[member]:
-                self._tensor.read_pieces(member, places[member])
+                self._tensor.read_copies(member, places[member])
             self._tensor.taken(member)
 
     def release(self) -> None:
