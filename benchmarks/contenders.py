@@ -13,7 +13,7 @@ import torch.distributed.algorithms.model_averaging.utils as in_tree
 import loosestep
 from benchmarks.report import Row
 from loosestep.comm.group import Group, peers_of, world_group
-from loosestep.reducers import Resident
+from loosestep.reducers import SharedMemoryMean
 from loosestep.sync.averager import Averager
 
 Contender = Callable[[], object]
@@ -60,7 +60,7 @@ def resident(parameters: list[torch.nn.Parameter]) -> Contender:
     """Return the average of parameters that live in shared memory."""
     named = [(f"parameter {index}", parameter) for index, parameter in enumerate(parameters)]
     group = Group.make(tuple(range(dist.get_world_size())))
-    averager = Averager(peers_of(group), reducer=Resident())
+    averager = Averager(peers_of(group), reducer=SharedMemoryMean())
     return lambda: averager.average(named)
 
 

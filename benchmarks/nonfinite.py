@@ -20,12 +20,12 @@ from benchmarks.link import model
 from benchmarks.report import Row
 from loosestep import PeriodicModelAverager
 from loosestep.comm.codecs.in_c import all_finite
-from loosestep.reducers import Reducer, Resident, TwoLevel
+from loosestep.reducers import Reducer, SharedMemoryMean, TwoLevel
 from loosestep.testing import run_ranks
 from tests.support.netns import TwoHosts, missing
 
 RATE = "200mbit"
-ON_ONE_HOST: dict[str, Reducer | None] = {"exact": None, "resident": Resident()}
+ON_ONE_HOST: dict[str, Reducer | None] = {"exact": None, "resident": SharedMemoryMean()}
 BETWEEN_HOSTS: dict[str, Reducer | None] = {"exact": None, "exact, two levels": TwoLevel()}
 POLICIES = ("pass", "raise")
 READING = "reading all parameters once"  # by a sum

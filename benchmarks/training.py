@@ -32,9 +32,9 @@ EVERY = 15  # steps between evaluations: never while an average is under way, wh
 RESULTS = Path(__file__).parent / "results"
 COMMAND = "python -m benchmarks training".split()  # as the report shows it
 
-LOOSE = "post_local_sgd:period={},warmup_steps=0,gradient_reducer=resident,"
+LOOSE = "post_local_sgd:period={},warmup_steps=0,gradient_reducer=shared,"
 HIDDEN = LOOSE + "reducer=int4,overlap_steps=4"
-EVERY_STEP = "ddp:gradient_reducer=resident+ternary"  # 1.6 bits of gradients between hosts
+EVERY_STEP = "ddp:gradient_reducer=shared+ternary"  # 1.6 bits of gradients between hosts
 OFTEN = LOOSE.format(4) + "reducer=int2+rf"  # a delay would cost more of the loss than it hides
 
 

@@ -23,7 +23,7 @@ from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.group import Group
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers.parcels import GatherFromOwners, ReduceToOwners
-from loosestep.reducers import Mean, Reducer, Resident
+from loosestep.reducers import Mean, Reducer, SharedMemoryMean
 from loosestep.sync.averager import Averager
 from loosestep.testing import run_ranks
 
@@ -64,7 +64,10 @@ def measure(rounds: int, what: str) -> dict[str, list[float]]:
     if way == "reading":
         made: Pair = {"read": sharded(readable=True), "lent": sharded(readable=False)}
     elif way == "resident":
-        made = {"resident": average(tensors, Resident()), "copied": average(tensors, Mean())}
+        made = {
+            "resident": average(tensors, SharedMemoryMean()),
+            "copied": average(tensors, Mean()),
+        }
     else:
         made = {"loop in C": average(tensors, Mean()), "by window": average(tensors, Mean(), False)}
     return alternate(made, rounds)

@@ -21,10 +21,10 @@ from loosestep import (
     post_local_sgd,
     zero,
 )
-from loosestep.reducers import Mean, Reducer, Resident
+from loosestep.reducers import Mean, Reducer, SharedMemoryMean
 from loosestep.testing import RankPool, run_ranks
 
-REDUCERS: list[Reducer | None] = [None, Mean(), Resident()]
+REDUCERS: list[Reducer | None] = [None, Mean(), SharedMemoryMean()]
 
 
 class Sum(torch.nn.Module):

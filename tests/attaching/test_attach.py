@@ -22,7 +22,7 @@ from loosestep import (
     post_local_sgd,
 )
 from loosestep.comm.torch_versions import buffers_are_broadcast
-from loosestep.reducers import Mean, Reducer, Resident
+from loosestep.reducers import Mean, Reducer, SharedMemoryMean
 from loosestep.schedules import every
 from loosestep.testing import RankPool
 from tests.support.oracle import close, equal, loss_of, make_net, sgd, snapshot
@@ -340,7 +340,7 @@ def file_descriptors(reducer: Reducer | None) -> int:
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("reducer", [None, Mean(), Resident()], ids=repr)
+@pytest.mark.parametrize("reducer", [None, Mean(), SharedMemoryMean()], ids=repr)
 def test_sockets_are_freed(pool: RankPool, reducer: Reducer | None) -> None:
     """Attaching again and again does not pile up descriptors."""
     assert all(extra <= 2 for extra in pool.run(2, file_descriptors, reducer))

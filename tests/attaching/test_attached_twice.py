@@ -14,16 +14,16 @@ from loosestep import (
     hierarchical_sgd,
     post_local_sgd,
 )
-from loosestep.reducers import Mean, Reducer, Resident, Ternary, TwoLevel
+from loosestep.reducers import Mean, Reducer, SharedMemoryMean, Ternary, TwoLevel
 from loosestep.schedules import every
 from loosestep.testing import RankPool
 from tests.support.oracle import Net, equal, loss_of, make_net, snapshot
 
-BOTH = TwoLevel(Ternary(), inside=Resident(), ranks_per_host=2)
+BOTH = TwoLevel(Ternary(), inside=SharedMemoryMean(), ranks_per_host=2)
 PAIRS: list[tuple[Reducer | None, Reducer | None]] = [
-    (Resident(), Resident()),
-    (Resident(), None),
-    (Mean(), Resident()),
+    (SharedMemoryMean(), SharedMemoryMean()),
+    (SharedMemoryMean(), None),
+    (Mean(), SharedMemoryMean()),
     (BOTH, None),
 ]
 
@@ -78,7 +78,7 @@ def a_part_too() -> str:
     """Attach a model and then a part of it, whose gradients two attachments would hold."""
     net = make_net()
     one, other = halves(net)
-    with attach(net, one, ddp(gradient_reducer=Resident())):
+    with attach(net, one, ddp(gradient_reducer=SharedMemoryMean())):
         try:
             attach(net.last, other, ddp())
         except NotAttachable as error:

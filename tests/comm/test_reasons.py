@@ -24,7 +24,7 @@ from loosestep import (
     post_localSGD_hook,
 )
 from loosestep.comm.failure import reason_of
-from loosestep.reducers import Native
+from loosestep.reducers import AllReduce
 from loosestep.testing import RankPool
 from tests.support.faults import FAULTS, settle, use
 
@@ -107,7 +107,7 @@ def by_average(module: Any) -> Net:
 WAYS: dict[str, Callable[[Any], Net]] = {
     "average": by_average,
     "plain": attached,
-    "reducer": lambda module: attached(module, gradient_reducer=Native()),
+    "reducer": lambda module: attached(module, gradient_reducer=AllReduce()),
     "ddp": lambda module: attached(DistributedDataParallel(module)),
     "post local": by_post_local_hook,
     "zero hook": by_zero_hook,

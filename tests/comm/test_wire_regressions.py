@@ -31,7 +31,16 @@ from loosestep.comm.reducers.nonfinite import all_finite
 from loosestep.gradients.hook import GradientHook
 from loosestep.gradients.plain import ToAll
 from loosestep.gradients.reductions import Reductions
-from loosestep.reducers import Cast, ErrorFeedback, Int4, Int8, Mean, Reducer, Resident, TopK
+from loosestep.reducers import (
+    Cast,
+    ErrorFeedback,
+    Int4,
+    Int8,
+    Mean,
+    Reducer,
+    SharedMemoryMean,
+    TopK,
+)
 from loosestep.schedules import every
 from loosestep.testing import RankPool
 from tests.support.oracle import equal, loss_of, make_net, sgd, snapshot
@@ -44,7 +53,7 @@ CANNOT_OVERLAP: dict[str, tuple[dict[str, Any], str]] = {
     "state": ({"optimizer_state": "average"}, "use 'keep' or 'reset', or overlap_steps=0"),
     "skip": ({"reducer": TopK(0.5, on_nonfinite="skip")}, "use on_nonfinite='raise'"),
     "feedback": ({"reducer": ErrorFeedback(Int4(on_nonfinite="skip"))}, "on_nonfinite='raise'"),
-    "resident": ({"reducer": Resident()}, r"use TwoLevel\(\) or Mean\(\)"),
+    "resident": ({"reducer": SharedMemoryMean()}, r"use TwoLevel\(\) or Mean\(\)"),
 }
 
 
@@ -59,7 +68,7 @@ def test_what_cannot_overlap_is_refused(what: str) -> None:
 
 def averager_texts() -> list[str]:
     texts = []
-    reducers: list[Reducer] = [TopK(0.5, on_nonfinite="skip"), Resident()]
+    reducers: list[Reducer] = [TopK(0.5, on_nonfinite="skip"), SharedMemoryMean()]
     for reducer in reducers:
         try:
             PeriodicModelAverager(4, reducer=reducer, overlap_steps=2)

@@ -36,7 +36,7 @@ from loosestep.reducers import (
     Int8,
     Mean,
     Reducer,
-    Resident,
+    SharedMemoryMean,
     Ternary,
     TwoLevel,
 )
@@ -46,14 +46,14 @@ STEPS = 3
 EXACT: dict[str, Reducer | None] = {
     "backend": None,
     "mean": Mean(),
-    "resident": Resident(),
+    "resident": SharedMemoryMean(),
     "two levels": TwoLevel(ranks_per_host=2),
 }
 LOSSY: list[Reducer] = [
     Int8(),
     Cast(torch.bfloat16),
     ErrorFeedback(Int8()),
-    TwoLevel(Ternary(), inside=Resident(), ranks_per_host=2),
+    TwoLevel(Ternary(), inside=SharedMemoryMean(), ranks_per_host=2),
 ]
 
 

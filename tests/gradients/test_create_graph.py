@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from loosestep import attach, ddp
-from loosestep.reducers import Cast, Mean, Reducer, Resident
+from loosestep.reducers import Cast, Mean, Reducer, SharedMemoryMean
 from loosestep.testing import RankPool
 
 pytestmark = [
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True"),
 ]
 
-REDUCERS: list[Reducer | None] = [None, Mean(), Resident(), Cast(torch.bfloat16)]
+REDUCERS: list[Reducer | None] = [None, Mean(), SharedMemoryMean(), Cast(torch.bfloat16)]
 
 
 def make_model() -> torch.nn.Sequential:

@@ -17,7 +17,7 @@ from loosestep.reducers import (
     Int8,
     Mean,
     Reducer,
-    Resident,
+    SharedMemoryMean,
     Ternary,
     TwoLevel,
 )
@@ -38,7 +38,7 @@ WAYS = ("copied", "resident")
 
 def hosts_of_two(inner: str, way: str) -> TwoLevel:
     """Return the reducer of a way."""
-    inside = Mean() if way == "copied" else Resident()
+    inside = Mean() if way == "copied" else SharedMemoryMean()
     return TwoLevel(INNER[inner](), inside=inside, ranks_per_host=2)
 
 
@@ -144,14 +144,22 @@ def test_all_hosts_hear_why_one_cannot(pool: RankPool, levels: int) -> None:
 
 def test_bad_input() -> None:
     """With the rule, the value and the way out."""
-    with pytest.raises(TypeError, match=r"inside must be Mean\(\) or Resident\(\), got Int8"):
+    with pytest.raises(
+        TypeError, match=r"inside must be Mean\(\) or SharedMemoryMean\(\), got Int8"
+    ):
         TwoLevel(Int4(), inside=Int8())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"nothing is compressed between hosts.*use Resident"):
-        TwoLevel(inside=Resident())
-    with pytest.raises(ValueError, match=r"moves gradients.*give it without inside=Resident\(\)"):
-        post_local_sgd(2, reducer=TwoLevel(Int8(), inside=Resident(), ranks_per_host=1))
+    with pytest.raises(
+        ValueError, match=r"nothing is compressed between hosts.*use SharedMemoryMean"
+    ):
+        TwoLevel(inside=SharedMemoryMean())
+    with pytest.raises(
+        ValueError, match=r"moves gradients.*give it without inside=SharedMemoryMean\(\)"
+    ):
+        post_local_sgd(2, reducer=TwoLevel(Int8(), inside=SharedMemoryMean(), ranks_per_host=1))
 
 
 def test_its_name_says_what_ranks_must_agree_on() -> None:
     """Also where gradients live."""
-    assert repr(TwoLevel(Int8(), inside=Resident())).endswith("differ, inside=Resident())")
+    assert repr(TwoLevel(Int8(), inside=SharedMemoryMean())).endswith(
+        "differ, inside=SharedMemoryMean())"
+    )

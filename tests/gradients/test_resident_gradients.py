@@ -20,7 +20,7 @@ from loosestep import (
     gradient_hook,
 )
 from loosestep.errors import forget_warnings
-from loosestep.reducers import Mean, Reducer, Resident, Ternary, TwoLevel
+from loosestep.reducers import Mean, Reducer, SharedMemoryMean, Ternary, TwoLevel
 from loosestep.schedules import after, always, every
 from loosestep.testing import RankPool, RanksFailed
 from tests.support.oracle import Experts, equal, snapshot
@@ -29,7 +29,7 @@ from tests.support.resident import Mixed, backward, loss_of
 pytestmark = pytest.mark.fast
 
 STEPS = 6
-REDUCERS: dict[str, Reducer] = {"mean": Mean(), "resident": Resident()}
+REDUCERS: dict[str, Reducer] = {"mean": Mean(), "resident": SharedMemoryMean()}
 
 
 def train(reducer: str, loop: str, weights: bool = False) -> dict[str, torch.Tensor]:
@@ -65,7 +65,7 @@ def addresses() -> tuple[bool, bool]:
     net = Mixed()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     seen = []
-    with attach(net, optimizer, ddp(gradient_reducer=Resident())):
+    with attach(net, optimizer, ddp(gradient_reducer=SharedMemoryMean())):
         for step in range(2):
             optimizer.zero_grad()
             loss_of(net, step).backward()
@@ -136,7 +136,7 @@ def refuse_on_some_ranks() -> str:
     strategy = Strategy(
         schedule=after(2, every(4, "world", gradients="pair"), always(gradients="world")),
         topology=topology,
-        gradient_reducer=Resident(),
+        gradient_reducer=SharedMemoryMean(),
     )
     net = Mixed()
     try:
@@ -162,7 +162,7 @@ def accumulate_late() -> str:
         with torch.enable_grad():  # inside backward, when the gradient is on its way
             weight.square().sum().backward()
 
-    with attach(net, optimizer, ddp(gradient_reducer=Resident())):
+    with attach(net, optimizer, ddp(gradient_reducer=SharedMemoryMean())):
         net.weight.register_post_accumulate_grad_hook(once_more)
         try:
             net(torch.randn(2, 4)).sum().backward()
@@ -182,7 +182,7 @@ def refuse() -> str:
     net = Mixed()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     try:
-        attach(net, optimizer, ddp(gradient_reducer=Resident()))
+        attach(net, optimizer, ddp(gradient_reducer=SharedMemoryMean()))
     except ValueError as error:
         loss_of(net, 0).backward()  # hooks are gone
         return str(error)
@@ -212,7 +212,9 @@ def under_ddp(reducer: Reducer) -> str:
 
 
 def all_under_ddp() -> list[str]:
-    return [under_ddp(r) for r in (TwoLevel(Ternary(), inside=Resident()), Resident())]
+    return [
+        under_ddp(r) for r in (TwoLevel(Ternary(), inside=SharedMemoryMean()), SharedMemoryMean())
+    ]
 
 
 def test_ddp_keeps_its_buckets(pool: RankPool) -> None:
@@ -225,7 +227,7 @@ def test_ddp_keeps_its_buckets(pool: RankPool) -> None:
 
 def by_hook() -> str:
     with pytest.raises(NotAttachable) as error:
-        gradient_hook(TwoLevel(Ternary(), inside=Resident()))
+        gradient_hook(TwoLevel(Ternary(), inside=SharedMemoryMean()))
     return str(error.value)
 
 
@@ -239,7 +241,7 @@ def lose_a_neighbour() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     topology = Topology({"world": [[0, 1]]}, timeout=20)
     strategy = Strategy(
-        schedule=always(gradients="world"), topology=topology, gradient_reducer=Resident()
+        schedule=always(gradients="world"), topology=topology, gradient_reducer=SharedMemoryMean()
     )
     with attach(net, optimizer, strategy):
         for step in range(3):

@@ -20,12 +20,12 @@ from loosestep import (
     post_local_sgd,
     zero,
 )
-from loosestep.reducers import Mean, Resident
+from loosestep.reducers import Mean, SharedMemoryMean
 from loosestep.testing import RankPool
 
 pytestmark = pytest.mark.fast
 
-STRATEGIES = [ddp(), ddp(gradient_reducer=Mean()), ddp(gradient_reducer=Resident())]
+STRATEGIES = [ddp(), ddp(gradient_reducer=Mean()), ddp(gradient_reducer=SharedMemoryMean())]
 SPARSE = r"'embedding.weight' is sparse, by sparse=True; only dense .*sparse=False, or attach a DDP"
 
 

@@ -18,7 +18,7 @@ from loosestep.comm.reducers import (
     RandomMask,
     Reducer,
     ReplicaFeedback,
-    Resident,
+    SharedMemoryMean,
     Ternary,
     TopK,
     TwoLevel,
@@ -135,13 +135,13 @@ def test_reducers_by_name():
     assert repr(reducer("top0.5%")) == repr(TopK(0.005))
     assert repr(reducer("int2+ef")) == repr(ErrorFeedback(Int2()))
     assert repr(reducer("top1.5%2bit+ef")) == repr(ErrorFeedback(TopK(0.015, bits=2)))
-    masked = TwoLevel(RandomMask(0.005), hosts="agree")
+    masked = TwoLevel(RandomMask(0.005), ranks_of_host="equal")
     assert repr(parameter_reducer(parse_reducer("mask0.5%"))) == repr(masked)
     assert repr(parameter_reducer(parse_reducer("int2"))) == repr(TwoLevel(Int2()))
     assert repr(of_gradients("ternary")) == repr(TwoLevel(Ternary()))
-    assert repr(of_gradients("resident")) == "Resident()"
-    living = of_gradients("resident+ternary")
-    assert repr(living) == repr(TwoLevel(Ternary(), inside=Resident()))
+    assert repr(of_gradients("shared")) == "SharedMemoryMean()"
+    living = of_gradients("shared+ternary")
+    assert repr(living) == repr(TwoLevel(Ternary(), inside=SharedMemoryMean()))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -150,9 +150,9 @@ def test_every_reducer_can_be_made(name: str):
     assert isinstance(parameter_reducer(parse_reducer(name)), Reducer)
 
 
-@pytest.mark.parametrize("text", ["resident+mean", "resident+resident", "resident+", "resident+x"])
+@pytest.mark.parametrize("text", ["shared+mean", "shared+shared", "shared+", "shared+x"])
 def test_a_reducer_of_gradients_that_there_is_not_is_refused(text: str):
-    with pytest.raises(BadInput, match=r"inside=Resident|there is no reducer"):
+    with pytest.raises(BadInput, match=r"inside=SharedMemoryMean|there is no reducer"):
         of_gradients(text)
 
 
@@ -452,7 +452,7 @@ def test_the_commands_refuse_machines_with_several_replicas(pool: RankPool) -> N
 def test_replica_feedback_by_name() -> None:
     """``+rf`` is for parameters, on hosts that are one replica each."""
     made = parameter_reducer(parse_reducer("int2+rf"))
-    assert repr(made) == repr(TwoLevel(ReplicaFeedback(Int2()), hosts="agree"))
+    assert repr(made) == repr(TwoLevel(ReplicaFeedback(Int2()), ranks_of_host="equal"))
     with pytest.raises(BadInput, match=r"such as int2\+rf"):
         parse_reducer("bf16+rf")
     with pytest.raises(BadInput, match=r"int4\+rf"):

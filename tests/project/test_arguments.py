@@ -63,17 +63,17 @@ from loosestep import (
 from loosestep.compat.averagers import Options
 from loosestep.outer import Delta, Gate, Gossip, Mix, NoLoCo, Outer, nesterov
 from loosestep.reducers import (
+    AllReduce,
     Cast,
     ErrorFeedback,
     Int2,
     Int4,
     Int8,
     Mean,
-    Native,
     Place,
     RandomMask,
     ReplicaFeedback,
-    Resident,
+    SharedMemoryMean,
     Ternary,
     TopK,
     TwoLevel,
@@ -288,7 +288,7 @@ PURE: dict[str, Case] = {
     "fragments_of": (fragments_of, {"names": [["a"], ["b"]]}),
     "Due": (Due, {"gradients": None, "parameters": "world", "fragment": None}),
     "Clock": (Clock, {"step": 0}),
-    "Native": (Native, {"op": torch.distributed.ReduceOp.SUM}),
+    "AllReduce": (AllReduce, {"op": torch.distributed.ReduceOp.SUM}),
     "Int8": (
         Int8,
         {"block": 256, "rounding": "nearest", "seed": 0, "on_nonfinite": "raise"},
@@ -315,7 +315,7 @@ PURE: dict[str, Case] = {
     "ReplicaFeedback": (ReplicaFeedback, {"inner": Int4(), "decay": 1.0}),
     "TwoLevel": (
         TwoLevel,
-        {"inner": None, "hosts": "differ", "inside": None, "ranks_per_host": 2},
+        {"inner": None, "ranks_of_host": "differ", "inside": None, "ranks_per_host": 2},
     ),
     "Sharding": (Sharding, {"stage": 1}),
     "ZeroOptions": (
@@ -536,7 +536,7 @@ LEFT_OUT = {
     "Handle": "abstract, without arguments",
     "State": "takes no arguments",
     "Rounding": "an enum",
-    "Hosts": "an enum",
+    "RanksOfHost": "an enum",
     "Buffers": "an enum",
     "Initial": "an enum",
     "NonFinite": "an enum",
@@ -622,10 +622,10 @@ REFUSED: dict[str, tuple[Callable[[], object], list[str]]] = {
     "a topology's levels": (lambda: ddp(topology={"world": [[0]]}), ["topology", "Topology"]),  # type: ignore[arg-type]
     "a level that is a number": (lambda: post_local_sgd(gradients=3), ["gradients", "'host'", "3"]),  # type: ignore[arg-type]
     "one in what is due": (lambda: Due(gradients=3), ["gradients", "'host'", "3"]),  # type: ignore[arg-type]
-    "an operation in words": (lambda: Native("sum"), ["op", "ReduceOp.SUM", "'sum'"]),  # type: ignore[arg-type]
+    "an operation in words": (lambda: AllReduce("sum"), ["op", "ReduceOp.SUM", "'sum'"]),  # type: ignore[arg-type]
     "rooms inside a cast": (
-        lambda: Cast(torch.bfloat16, TwoLevel(Ternary(), inside=Resident())),
-        ["Cast", "TwoLevel(Cast(...), inside=Resident())"],
+        lambda: Cast(torch.bfloat16, TwoLevel(Ternary(), inside=SharedMemoryMean())),
+        ["Cast", "TwoLevel(Cast(...), inside=SharedMemoryMean())"],
     ),
     "levels in a list": (lambda: Topology([[0, 1]]), ["levels", "from_sizes"]),  # type: ignore[arg-type]
     "groups of one rank each": (lambda: Topology({"w": [0, 1]}), ["list of groups", "[[0, 1]"]),  # type: ignore[list-item]

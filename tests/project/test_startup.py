@@ -44,7 +44,7 @@ REFUSED = (
     ["train", "--strategy", "post_local_sgd:period=often"],
     ["train", "--strategy", "post_local_sgd:period=0"],
     ["train", "--strategy", "post_local_sgd", "--reducer", "int3"],
-    ["train", "--strategy", "ddp:gradient_reducer=resident+x"],
+    ["train", "--strategy", "ddp:gradient_reducer=shared+x"],
     ["train", "--strategy", "hierarchical_sgd"],
     ["train", "--strategy", "hierarchical_sgd", "--periods", "rack=4"],
     ["train", "--strategy", "torch-post-local:period=0"],

@@ -35,8 +35,9 @@ post_localSGD_hook post_local_sgd slowmo snoo sparseloco streaming_diloco zero
 """.split()
 OUTER = "Arrival Delta Eager Gate Gossip InverseNorm Mix NoLoCo Outer nesterov slowmo".split()
 REDUCERS = """
-Cast ErrorFeedback Handle Hosts Int2 Int4 Int8 Mean Message NOTHING Named Native Peers Place
-RandomMask Reducer ReplicaFeedback Resident Rounding State Ternary TopK Traffic Transfer TwoLevel
+AllReduce Cast ErrorFeedback Handle Int2 Int4 Int8 Mean Message NOTHING Named Peers Place RandomMask
+RanksOfHost Reducer ReplicaFeedback Rounding SharedMemoryMean State Ternary TopK Traffic Transfer
+TwoLevel
 """.split()
 SCHEDULES = """
 Due Fragments Observed Rule Schedule adacomm after always drift every fragments_of levels qsr

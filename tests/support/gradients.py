@@ -16,7 +16,7 @@ from loosestep.reducers import (
     Int8,
     Mean,
     Reducer,
-    Resident,
+    SharedMemoryMean,
     Ternary,
     TwoLevel,
 )
@@ -28,11 +28,11 @@ STEPS = 9
 
 REDUCERS: dict[str, Reducer] = {
     "mean": Mean(),
-    "resident": Resident(),
+    "resident": SharedMemoryMean(),
     "int8": Int8(),
     "int4 + feedback": ErrorFeedback(Int4()),
     "between hosts": TwoLevel(Ternary(), ranks_per_host=1),
-    "in rooms": TwoLevel(Ternary(), inside=Resident(), ranks_per_host=2),
+    "in rooms": TwoLevel(Ternary(), inside=SharedMemoryMean(), ranks_per_host=2),
 }
 
 

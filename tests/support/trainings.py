@@ -29,7 +29,7 @@ from loosestep.reducers import (
     Mean,
     RandomMask,
     ReplicaFeedback,
-    Resident,
+    SharedMemoryMean,
     Ternary,
     TopK,
     TwoLevel,
@@ -294,7 +294,7 @@ CASES: dict[str, Case] = {
     ),
     # Reducers of parameters
     "mean, 4": Case(4, averaged_by(Mean)),
-    "resident, 4": Case(4, averaged_by(Resident)),
+    "resident, 4": Case(4, averaged_by(SharedMemoryMean)),
     "cast, 2": Case(2, averaged_by(lambda: Cast(torch.bfloat16))),
     "int8, 3": Case(3, averaged_by(Int8)),
     "int4, 2": Case(2, averaged_by(Int4)),
@@ -312,13 +312,15 @@ CASES: dict[str, Case] = {
     ),
     # Reducers of gradients
     "gradients by int8, 2": Case(2, gradients_by(lambda: ErrorFeedback(Int8()))),
-    "gradients resident, 2": Case(2, gradients_by(Resident)),
+    "gradients resident, 2": Case(2, gradients_by(SharedMemoryMean)),
     "gradients by int4, 4": Case(
         4, gradients_by(lambda: TwoLevel(ErrorFeedback(Int4()), ranks_per_host=2))
     ),
     "gradients resident, by int4, 4": Case(
         4,
-        gradients_by(lambda: TwoLevel(ErrorFeedback(Int4()), ranks_per_host=2, inside=Resident())),
+        gradients_by(
+            lambda: TwoLevel(ErrorFeedback(Int4()), ranks_per_host=2, inside=SharedMemoryMean())
+        ),
     ),
     "gradient_hook, 2": Case(2, gradient_hook),
     # Sharded optimizers

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from loosestep import PeriodicModelAverager, Topology, average_
 from loosestep.comm.group import peers_of, world_group
 from loosestep.comm.reducers import mean_into
-from loosestep.reducers import Cast, Int8, Mean, Native, Reducer, Resident
+from loosestep.reducers import AllReduce, Cast, Int8, Mean, Reducer, SharedMemoryMean
 from loosestep.sync.averager import Averager
 from loosestep.sync.connected import ConnectedTopology
 from loosestep.testing import RankPool, RecordingReducer
@@ -194,7 +194,7 @@ def test_weights(pool: RankPool) -> None:
 
 
 def reduce_with(name: str) -> tuple[torch.Tensor, int, int]:
-    reducer: Any = {"cast": Cast(torch.bfloat16), "native": Native(), "mean": Mean()}[name]
+    reducer: Any = {"cast": Cast(torch.bfloat16), "native": AllReduce(), "mean": Mean()}[name]
     mine = values((4097,), torch.float32, dist.get_rank())
     traffic = average_([mine], reducer=reducer)
     said = reducer.bytes_on_wire(4097, torch.float32, dist.get_world_size(), dist.get_rank())
@@ -312,7 +312,7 @@ def test_the_union_of_what_overlaps_is_averaged(pool: RankPool, overlap_steps: i
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("reducer", [Resident(), Int8()], ids=str)
+@pytest.mark.parametrize("reducer", [SharedMemoryMean(), Int8()], ids=str)
 def test_so_it_is_by_other_reducers(pool: RankPool, reducer: Reducer) -> None:
     """In shared memory to the bit, and in few bits as near as those let it, on all ranks alike."""
     first, second = pool.run(2, shared_in_part, 0, reducer)

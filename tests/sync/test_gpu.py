@@ -16,7 +16,7 @@ from loosestep import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )
-from loosestep.reducers import Cast, Mean, Native
+from loosestep.reducers import AllReduce, Cast, Mean
 from loosestep.testing import RankPool
 
 pytestmark = pytest.mark.skipif(
@@ -28,7 +28,7 @@ def average_on_gpus(name: str) -> tuple[float, bool]:
     rank = dist.get_rank()
     torch.cuda.set_device(rank)
     group = dist.new_group(backend="nccl")
-    reducer: Any = {"mean": Mean(), "native": Native(), "cast": Cast(torch.bfloat16)}[name]
+    reducer: Any = {"mean": Mean(), "native": AllReduce(), "cast": Cast(torch.bfloat16)}[name]
     weights = [torch.full((3, 1000), float(rank), device="cuda"), torch.ones(5, device="cuda")]
     pointers = [weight.data_ptr() for weight in weights]
     average_(weights, group, reducer=reducer)

@@ -26,7 +26,7 @@ from loosestep import (
     post_local_sgd,
     zero,
 )
-from loosestep.reducers import Cast, Int8, Mean, Reducer, Resident, TwoLevel
+from loosestep.reducers import Cast, Int8, Mean, Reducer, SharedMemoryMean, TwoLevel
 from loosestep.schedules import every
 from loosestep.testing import RankPool
 from tests.support.oracle import equal, exact_mean, snapshot
@@ -96,7 +96,7 @@ REDUCERS: dict[str, Reducer] = {
     "mean": Mean(),
     "two levels": TwoLevel(),
     "two hosts": TwoLevel(ranks_per_host=2),
-    "resident": Resident(),
+    "resident": SharedMemoryMean(),
     "cast": Cast(torch.bfloat16),
 }
 

@@ -31,7 +31,7 @@ from loosestep.comm.flat.windows import windows
 from loosestep.comm.group import Group, peers_of, world_group
 from loosestep.comm.torch_versions import buffers_are_broadcast
 from loosestep.gradients import plain
-from loosestep.reducers import Cast, Native
+from loosestep.reducers import AllReduce, Cast
 from loosestep.schedules import after, always, every
 from loosestep.sync.averager import Averager
 from loosestep.sync.parts import Parts
@@ -136,12 +136,12 @@ def test_finalize_ends_where_the_widest_level_never_comes_again(pool: RankPool, 
 
 def large_weights() -> float:
     half = torch.full((3,), 2.0, dtype=torch.float16)
-    average_([half], weights=[50_000.0, 50_000.0], reducer=Native())
+    average_([half], weights=[50_000.0, 50_000.0], reducer=AllReduce())
     return float(half[0])
 
 
 def test_large_weights_do_not_overflow(pool: RankPool) -> None:
-    """Native scales by shares: fp16 keeps 2.0 under weights of 50000."""
+    """AllReduce scales by shares: fp16 keeps 2.0 under weights of 50000."""
     assert pool.run(2, large_weights) == [2.0, 2.0]
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from loosestep.comm.reducers import Mean, Native, Reducer
+from loosestep.comm.reducers import AllReduce, Mean, Reducer
 from loosestep.comm.sharded_types import is_dtensor
 from loosestep.errors import warn_once
 from loosestep.strategy.policies import OptimizerState, StatePeriods
@@ -88,7 +88,7 @@ def _gradients(
     phases = list(_phases(strategy.schedule))
     if len(phases) > 3:
         return f"gradients as {strategy.schedule} says"
-    reducer = strategy.gradient_reducer or Native()
+    reducer = strategy.gradient_reducer or AllReduce()
     told = []
     for start, level in phases:
         since = "" if len(phases) == 1 else f"from step {start} on "
@@ -180,7 +180,7 @@ def _bytes(reducer: Reducer, held: Sequence[Held], unit: str, more: int = 0) -> 
     try:
         sent = sum(reducer.bytes_on_wire(*part) for part in shared)
     except ValueError:  # who is on which host is found out at the first sync
-        sent = sum(Native().bytes_on_wire(*part) for part in shared)
+        sent = sum(AllReduce().bytes_on_wire(*part) for part in shared)
         return f", at most {_size(sent + more)} a {unit}"
     return f", {_size(sent + more)} a {unit}"
 

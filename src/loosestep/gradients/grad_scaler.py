@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from loosestep.comm.peers import Peers, Phase
-from loosestep.comm.reducers import NOTHING, Native, Place
+from loosestep.comm.reducers import NOTHING, AllReduce, Place
 
 PATCHED = ("unscale_", "step", "update")
 
@@ -79,4 +79,4 @@ class ScalerWatch:
         peers = peers.during(Phase("agreeing whether gradients are finite"))
         for found in self._scaler._found_inf_per_device(self._optimizer).values():
             place = Place("found_inf")
-            Native(dist.ReduceOp.MAX).start(found.view(-1), peers, NOTHING, place).wait()
+            AllReduce(dist.ReduceOp.MAX).start(found.view(-1), peers, NOTHING, place).wait()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from loosestep.comm.flat.cuts import round_up
-from loosestep.comm.reducers.resident import ALIGNMENT, move_in
+from loosestep.comm.reducers.shared_memory_mean import ALIGNMENT, move_in
 from loosestep.gradients.plain import Bucket
 from loosestep.gradients.reducing import ByReducer
 

@@ -210,7 +210,7 @@ def check_no_rooms(reducer: Reducer) -> None:
         return
     text = (
         f"{reducer} keeps gradients in memory that a host's ranks share, and DDP keeps them in "
-        "buckets of its own; attach the plain module, or leave Resident() away"
+        "buckets of its own; attach the plain module, or leave SharedMemoryMean() away"
     )
     if reducer.lossy:
         raise NotAttachable(text)

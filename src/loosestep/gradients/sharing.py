@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from loosestep.comm.failure import reason_of
 from loosestep.comm.peers import Peers, Phase
-from loosestep.comm.reducers import Native
+from loosestep.comm.reducers import AllReduce
 from loosestep.errors import NotAttachable
 from loosestep.gradients.reductions import Reductions
 from loosestep.strategy.clock import Clock
@@ -116,7 +116,7 @@ class GradientSharing:
         if peers.size == 1:
             return finished(buffer)
         peers.check()
-        sent = Native().bytes_on_wire(buffer.numel(), buffer.dtype, peers.size)
+        sent = AllReduce().bytes_on_wire(buffer.numel(), buffer.dtype, peers.size)
         self.count(Traffic(bytes_sent=sent))
         future = mean_future(buffer, peers.group.process_group, _share(peers))
         return future.then(self._done)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.flat.windows import pack, pack_difference, unpack, windows
 from loosestep.comm.peers import Peers, Phase
-from loosestep.comm.reducers import NOTHING, Handle, Native, Place, Reducer, State
+from loosestep.comm.reducers import NOTHING, AllReduce, Handle, Place, Reducer, State
 from loosestep.comm.tensors import Named
 from loosestep.sync.jobs import Job
 from loosestep.telemetry.traffic import Traffic
@@ -262,7 +262,7 @@ class Averaging:
             staging = torch.empty(window.numel, dtype=wide, device=device)
             buffer = pack(window, staging)
             phase = Phase("taking the largest of", window.name, self._step)
-            reducer, place = Native(dist.ReduceOp.MAX), Place(window.name)
+            reducer, place = AllReduce(dist.ReduceOp.MAX), Place(window.name)
             handle = reducer.start(buffer, peers.during(phase), NOTHING, place)
             handle.wait()
             unpack(window, buffer)

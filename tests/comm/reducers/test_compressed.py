@@ -22,13 +22,13 @@ from loosestep.comm.peers import Message, Peers, Transfer
 from loosestep.comm.reducers import NOTHING, Place
 from loosestep.comm.reducers.feedback import Residuals
 from loosestep.reducers import (
+    AllReduce,
     Cast,
     ErrorFeedback,
     Int2,
     Int4,
     Int8,
     Mean,
-    Native,
     ReplicaFeedback,
     Rounding,
     Ternary,
@@ -563,7 +563,7 @@ def test_a_memory_that_does_not_fit(pool: RankPool) -> None:
 # By construction.
 
 
-@pytest.mark.parametrize("inner", [Mean(), Native(), Cast(torch.bfloat16, Native())])
+@pytest.mark.parametrize("inner", [Mean(), AllReduce(), Cast(torch.bfloat16, AllReduce())])
 def test_feedback_needs_something_lossy(inner: Any) -> None:
     """Where nothing is dropped, or somebody else drops it, there is nothing to keep."""
     with pytest.raises(ValueError, match="drops nothing that could be kept"):
@@ -580,7 +580,7 @@ def test_reducers_say_what_they_are() -> None:
     assert repr(ErrorFeedback(Int2(64))).startswith("ErrorFeedback(Int2(block=64, ")
     lossy: list[Any] = [Int8(), Int4(), Int2(), TopK(0.1), Cast(torch.float16)]
     assert all(reducer.lossy for reducer in [*lossy, *map(ErrorFeedback, lossy)])
-    assert not Native().lossy
+    assert not AllReduce().lossy
     assert not Mean().lossy
 
 

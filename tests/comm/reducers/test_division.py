@@ -30,7 +30,7 @@ from loosestep import (
 )
 from loosestep.comm.peers import Peers
 from loosestep.comm.reducers import Handle, Place
-from loosestep.reducers import ErrorFeedback, Hosts, Int4, Int8, Mean, Reducer, TwoLevel
+from loosestep.reducers import ErrorFeedback, Int4, Int8, Mean, RanksOfHost, Reducer, TwoLevel
 from loosestep.schedules import every
 from loosestep.testing import RankPool, run_ranks
 from tests.support.oracle import loss_of, make_net, sgd
@@ -63,21 +63,23 @@ class Mixed(torch.nn.Module):
         return total
 
 
-def strategy(inner: Reducer | None, hosts: Hosts, overlap_steps: int = 0) -> Strategy:
+def strategy(inner: Reducer | None, ranks_of_host: RanksOfHost, overlap_steps: int = 0) -> Strategy:
     return post_local_sgd(
         3,
         warmup_steps=0,
         topology=Topology.from_sizes(HOSTS, timeout=60.0),
-        reducer=TwoLevel(inner, hosts=hosts, ranks_per_host=2),
+        reducer=TwoLevel(inner, ranks_of_host=ranks_of_host, ranks_per_host=2),
         gradient_reducer=Mean(),
         overlap_steps=overlap_steps,
     )
 
 
-def train_mixed(inner: Reducer | None, hosts: Hosts, overlap_steps: int) -> list[torch.Tensor]:
+def train_mixed(
+    inner: Reducer | None, ranks_of_host: RanksOfHost, overlap_steps: int
+) -> list[torch.Tensor]:
     net = Mixed()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.5)
-    with attach(net, optimizer, strategy(inner, hosts, overlap_steps)) as run:
+    with attach(net, optimizer, strategy(inner, ranks_of_host, overlap_steps)) as run:
         for step in range(STEPS):
             optimizer.zero_grad()
             net.loss(10 * step + dist.get_rank()).backward()
@@ -90,8 +92,8 @@ def train_mixed(inner: Reducer | None, hosts: Hosts, overlap_steps: int) -> list
 @pytest.mark.parametrize("overlap_steps", [0, 1, 3])
 def test_a_divided_average_is_the_average(pool: RankPool, overlap_steps: int) -> None:
     """To the bit what every rank would find by itself, for all dtypes and layouts."""
-    apart = pool.run(4, train_mixed, None, Hosts.DIFFER, overlap_steps)
-    divided = pool.run(4, train_mixed, None, Hosts.AGREE, overlap_steps)
+    apart = pool.run(4, train_mixed, None, RanksOfHost.DIFFER, overlap_steps)
+    divided = pool.run(4, train_mixed, None, RanksOfHost.EQUAL, overlap_steps)
     for one, other in zip(apart, divided, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -100,18 +102,18 @@ def test_a_divided_average_is_the_average(pool: RankPool, overlap_steps: int) ->
 @pytest.mark.parametrize("inner", [Int4(), ErrorFeedback(Int8())], ids=["int4", "int8+ef"])
 def test_a_divided_compressed_average(pool: RankPool, inner: Reducer, overlap_steps: int) -> None:
     """All ranks end bit-equal, and near the exact result."""
-    exact = pool.run(4, train_mixed, None, Hosts.AGREE, overlap_steps)
-    results = pool.run(4, train_mixed, inner, Hosts.AGREE, overlap_steps)
+    exact = pool.run(4, train_mixed, None, RanksOfHost.EQUAL, overlap_steps)
+    results = pool.run(4, train_mixed, inner, RanksOfHost.EQUAL, overlap_steps)
     for result in results:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
     for a, b in zip(results[0], exact[0], strict=True):
         assert (a.float() - b.float()).norm() <= 0.1 * b.float().norm()
 
 
-def train_net(hosts: Hosts) -> dict[str, torch.Tensor]:
+def train_net(ranks_of_host: RanksOfHost) -> dict[str, torch.Tensor]:
     net = make_net()
     optimizer = sgd(net)
-    with attach(net, optimizer, strategy(Int8(), hosts)):
+    with attach(net, optimizer, strategy(Int8(), ranks_of_host)):
         for step in range(6):
             optimizer.zero_grad()
             loss_of(net, dist.get_rank(), step).backward()
@@ -121,7 +123,9 @@ def train_net(hosts: Hosts) -> dict[str, torch.Tensor]:
 
 def test_buffers_are_averaged_over_all_ranks(pool: RankPool) -> None:
     """Ranks of a host see other data, so their BatchNorm statistics differ: nobody's is lost."""
-    divided, apart = (pool.run(4, train_net, hosts) for hosts in (Hosts.AGREE, Hosts.DIFFER))
+    divided, apart = (
+        pool.run(4, train_net, hosts) for hosts in (RanksOfHost.EQUAL, RanksOfHost.DIFFER)
+    )
     for rank in range(4):
         for name in ("norm.running_mean", "norm.running_var"):
             assert torch.equal(divided[rank][name], divided[0][name])
@@ -129,9 +133,9 @@ def test_buffers_are_averaged_over_all_ranks(pool: RankPool) -> None:
         assert divided[rank]["norm.num_batches_tracked"] == 6
 
 
-def kept_bytes(hosts: Hosts) -> int:
+def kept_bytes(ranks_of_host: RanksOfHost) -> int:
     net = torch.nn.Linear(64, 64)
-    with attach(net, sgd(net), strategy(Int4(), hosts)) as run:
+    with attach(net, sgd(net), strategy(Int4(), ranks_of_host)) as run:
         kept = run.state_dict()["kept"]["world"]["references"]["values"]
         return sum(tensor.nbytes for tensor in kept.values())
 
@@ -139,16 +143,16 @@ def kept_bytes(hosts: Hosts) -> int:
 def test_a_rank_remembers_its_part_only(pool: RankPool) -> None:
     """What differences are taken from is kept once a host."""
     whole = (64 * 64 + 64) * 4
-    assert pool.run(4, kept_bytes, Hosts.DIFFER) == [whole] * 4
-    divided = pool.run(4, kept_bytes, Hosts.AGREE)
+    assert pool.run(4, kept_bytes, RanksOfHost.DIFFER) == [whole] * 4
+    divided = pool.run(4, kept_bytes, RanksOfHost.EQUAL)
     assert divided[0] + divided[1] == whole
     assert abs(divided[0] - divided[1]) <= 2 * 64 * 4
 
 
-def averager_of_torch_users(hosts: Hosts, overlap_steps: int) -> torch.Tensor:
+def averager_of_torch_users(ranks_of_host: RanksOfHost, overlap_steps: int) -> torch.Tensor:
     torch.manual_seed(0)
     net = torch.nn.Linear(9, 5)
-    reducer = TwoLevel(ranks_per_host=2, hosts=hosts)
+    reducer = TwoLevel(ranks_per_host=2, ranks_of_host=ranks_of_host)
     averager = PeriodicModelAverager(2, 0, reducer=reducer, overlap_steps=overlap_steps, module=net)
     for step in range(7):
         with torch.no_grad():
@@ -163,7 +167,7 @@ def averager_of_torch_users(hosts: Hosts, overlap_steps: int) -> torch.Tensor:
 @pytest.mark.parametrize("overlap_steps", [0, 1])
 def test_averagers_divide_too(pool: RankPool, overlap_steps: int) -> None:
     """The drop-in averagers give the same, divided or not."""
-    runs = [pool.run(4, averager_of_torch_users, h, overlap_steps) for h in Hosts]
+    runs = [pool.run(4, averager_of_torch_users, h, overlap_steps) for h in RanksOfHost]
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
     assert all(torch.equal(one, runs[0][0]) for one in runs[0])
 
@@ -174,7 +178,7 @@ def test_averagers_divide_too(pool: RankPool, overlap_steps: int) -> None:
 def stray(overlap_steps: int) -> str:
     net = torch.nn.Linear(4, 3)
     optimizer = sgd(net)
-    with attach(net, optimizer, strategy(Int4(), Hosts.AGREE, overlap_steps)):
+    with attach(net, optimizer, strategy(Int4(), RanksOfHost.EQUAL, overlap_steps)):
         try:
             for step in range(STEPS):
                 optimizer.zero_grad()
@@ -192,16 +196,16 @@ def stray(overlap_steps: int) -> str:
 def test_ranks_that_do_not_agree_are_told(pool: RankPool, overlap_steps: int) -> None:
     """All ranks of all hosts hear which ones differ, and what to do."""
     for rank, heard in enumerate(pool.run(4, stray, overlap_steps)):
-        assert heard.startswith(f"rank {rank}: hosts='agree' says")
+        assert heard.startswith(f"rank {rank}: ranks_of_host='equal' says")
         assert "ranks [2, 3] differ" in heard
-        assert "hosts='differ'" in heard
+        assert "ranks_of_host='differ'" in heard
 
 
 def with_nan(policy: NonFinite) -> list[float] | str:
     torch.manual_seed(0)
     net = torch.nn.Linear(4, 3)
     optimizer = sgd(net)
-    with attach(net, optimizer, strategy(Int8(on_nonfinite=policy), Hosts.AGREE)):
+    with attach(net, optimizer, strategy(Int8(on_nonfinite=policy), RanksOfHost.EQUAL)):
         try:
             for _ in range(3):
                 optimizer.zero_grad()
@@ -235,7 +239,7 @@ def resumed(overlap_steps: int, stop: int) -> bool:
 
     def fresh() -> tuple[Mixed, torch.optim.Optimizer, Strategy]:
         net = Mixed()
-        chosen = strategy(ErrorFeedback(Int4()), Hosts.AGREE, overlap_steps)
+        chosen = strategy(ErrorFeedback(Int4()), RanksOfHost.EQUAL, overlap_steps)
         return net, torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.5), chosen
 
     whole, optimizer, chosen = fresh()
@@ -290,7 +294,7 @@ def lose_one(where: str, overlap_steps: int) -> tuple[tuple[int, ...], str, floa
     strategy = Strategy(
         schedule=every(2),
         topology=Topology.from_sizes(HOSTS, timeout=6.0),
-        reducer=TwoLevel(Deadly(where), hosts=Hosts.AGREE, ranks_per_host=2),
+        reducer=TwoLevel(Deadly(where), ranks_of_host=RanksOfHost.EQUAL, ranks_per_host=2),
         overlap_steps=overlap_steps,
     )
     attach(net, optimizer, strategy)
@@ -319,7 +323,7 @@ def start_apart(inner: Reducer | None, buffers: str) -> tuple[bool, list[float]]
     net: Any = make_net(seed=dist.get_rank())
     net.norm.running_mean.fill_(dist.get_rank())
     net.norm.num_batches_tracked.fill_(dist.get_rank())
-    chosen = replace(strategy(inner, Hosts.AGREE), buffers=buffers)
+    chosen = replace(strategy(inner, RanksOfHost.EQUAL), buffers=buffers)
     optimizer = sgd(net)
     with attach(net, optimizer, chosen):
         mine = torch.cat([p.detach().flatten() for p in net.parameters()])
@@ -345,7 +349,7 @@ def by_sockets() -> bool:
     results = []
     for allowed in ("1", "0"):
         os.environ["LOOSESTEP_SHARED_MEMORY"] = allowed
-        results.append(train_mixed(None, Hosts.AGREE, 1))
+        results.append(train_mixed(None, RanksOfHost.EQUAL, 1))
     return all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
@@ -359,7 +363,7 @@ def with_an_empty_share() -> torch.Tensor:
     with torch.no_grad():
         net.weight.fill_(1.0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with attach(net, optimizer, strategy(ErrorFeedback(Int8()), Hosts.AGREE)):
+    with attach(net, optimizer, strategy(ErrorFeedback(Int8()), RanksOfHost.EQUAL)):
         for _ in range(STEPS):
             optimizer.zero_grad()
             net(torch.full((1, 40), 1.0 + dist.get_rank())).sum().backward()
@@ -384,7 +388,7 @@ def sharded_inside_a_host() -> list[float]:
         assert isinstance(net.weight, DTensor)
         net.weight.to_local().fill_(float(10 * (rank % 2) + rank // 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    reducer = TwoLevel(hosts=Hosts.AGREE, ranks_per_host=2)
+    reducer = TwoLevel(ranks_of_host=RanksOfHost.EQUAL, ranks_per_host=2)
     chosen = Strategy(
         schedule=every(1, "replicate"),
         topology=Topology.from_mesh(mesh),
@@ -405,7 +409,7 @@ def test_shards_are_left_where_they_are() -> None:
 def roll_back() -> bool:
     """Load an averager's state in the middle of training."""
     net = torch.nn.Linear(9, 5)
-    reducer = TwoLevel(Int8(), ranks_per_host=2, hosts=Hosts.AGREE)
+    reducer = TwoLevel(Int8(), ranks_per_host=2, ranks_of_host=RanksOfHost.EQUAL)
     averager = PeriodicModelAverager(3, reducer=reducer, overlap_steps=2, module=net)
 
     def go(first: int, last: int) -> None:
@@ -433,7 +437,7 @@ def test_state_can_be_loaded_in_the_middle(pool: RankPool) -> None:
 def refuse() -> str:
     net = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    with attach(net, optimizer, strategy(Int8(), Hosts.AGREE)):
+    with attach(net, optimizer, strategy(Int8(), RanksOfHost.EQUAL)):
         if dist.get_rank() == 2:
             net.bias.data = torch.zeros(1).expand(4)
         try:

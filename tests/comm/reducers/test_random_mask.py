@@ -132,7 +132,7 @@ def test_where_it_cannot_work_it_says_so() -> None:
         ddp(gradient_reducer=mask)
     with pytest.raises(ValueError, match="outer optimizer"):
         replace(post_local_sgd(1, gradients=None, reducer=mask), outer=nesterov())
-    with pytest.raises(ValueError, match="hosts='agree'"):
+    with pytest.raises(ValueError, match="ranks_of_host='equal'"):
         TwoLevel(mask)
     with pytest.raises(ValueError, match="drops nothing that could be kept"):
         ErrorFeedback(mask)

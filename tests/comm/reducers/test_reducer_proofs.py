@@ -23,17 +23,17 @@ from loosestep.comm.codecs.rounding import draw_of, key_of, uniform
 from loosestep.comm.group import Group, peers_of
 from loosestep.comm.reducers import mean_into
 from loosestep.reducers import (
+    AllReduce,
     Cast,
     ErrorFeedback,
     Int2,
     Int4,
     Int8,
     Mean,
-    Native,
     RandomMask,
     Reducer,
     ReplicaFeedback,
-    Resident,
+    SharedMemoryMean,
     Ternary,
     TopK,
     TwoLevel,
@@ -64,8 +64,8 @@ SIZES = [parameter.numel() for parameter in make_net().parameters()]
 
 REDUCERS: dict[str, Callable[[], Reducer]] = {
     "mean": Mean,
-    "native": Native,
-    "resident": Resident,
+    "native": AllReduce,
+    "resident": SharedMemoryMean,
     "two levels": lambda: TwoLevel(ranks_per_host=1),
     "cast": lambda: Cast(torch.bfloat16),
     "int8": Int8,
@@ -82,12 +82,12 @@ REDUCERS: dict[str, Callable[[], Reducer]] = {
     ),
     "two levels, feedback": lambda: TwoLevel(ErrorFeedback(Int4()), ranks_per_host=1),
     "mask": lambda: RandomMask(0.1),
-    "two levels, mask": lambda: TwoLevel(RandomMask(0.1), hosts="agree", ranks_per_host=1),
+    "two levels, mask": lambda: TwoLevel(RandomMask(0.1), ranks_of_host="equal", ranks_per_host=1),
     "replica int4": lambda: ReplicaFeedback(Int4()),
     "replica int2": lambda: ReplicaFeedback(Int2()),
     "replica topk": lambda: ReplicaFeedback(TopK(0.1)),
     "two levels, replica": lambda: TwoLevel(
-        ReplicaFeedback(Int4()), hosts="agree", ranks_per_host=1
+        ReplicaFeedback(Int4()), ranks_of_host="equal", ranks_per_host=1
     ),
 }
 MASKED = {name for name in REDUCERS if "mask" in name}

@@ -88,7 +88,7 @@ def hosts_of(reducer: Reducer, **options: Any) -> Strategy:
 
 def on_hosts(overlap_steps: int) -> list[list[bool]]:
     """Return which ranks equal rank 0 after a sync, inside ``averaged`` and at the end."""
-    reducer = TwoLevel(ReplicaFeedback(Int2()), hosts="agree", ranks_per_host=2)
+    reducer = TwoLevel(ReplicaFeedback(Int2()), ranks_of_host="equal", ranks_per_host=2)
     net = make_net()
     optimizer, seen = sgd(net), []
 
@@ -170,7 +170,7 @@ def test_shards_keep_what_their_owner_could_not_send(
     """A sharded optimizer's ranks average their shards so, and end with one model."""
     reducer: Reducer = kind(Int2())
     if levels == 2:
-        reducer = TwoLevel(reducer, hosts="agree", ranks_per_host=2)
+        reducer = TwoLevel(reducer, ranks_of_host="equal", ranks_per_host=2)
     for between, end in pool.run(4, by_shards, reducer, 2):
         assert between == [True, *[kind is ErrorFeedback] * 2]
         assert end == [True] * 3
@@ -225,7 +225,7 @@ def test_the_mean_of_nobody_is_zero(pool: RankPool) -> None:
 def hosts_that_differ() -> str:
     net = make_net()
     optimizer = sgd(net)
-    reducer = TwoLevel(ReplicaFeedback(Int2()), hosts="agree", ranks_per_host=2)
+    reducer = TwoLevel(ReplicaFeedback(Int2()), ranks_of_host="equal", ranks_per_host=2)
     strategy = Strategy(
         schedule=every(1), topology=Topology.from_sizes(HOSTS, timeout=20.0), reducer=reducer
     )
@@ -239,7 +239,7 @@ def hosts_that_differ() -> str:
 
 def test_a_host_with_several_replicas_is_refused(pool: RankPool) -> None:
     """By name where it is known, and at the first sync where it is not."""
-    with pytest.raises(ValueError, match="hosts='agree'"):
+    with pytest.raises(ValueError, match="ranks_of_host='equal'"):
         TwoLevel(ReplicaFeedback(Int2()))
     assert all("share gradients inside hosts" in text for text in pool.run(4, hosts_that_differ))
 
@@ -248,7 +248,7 @@ def undivided_on_a_host() -> list[str]:
     """Ask for averages of what the ranks of a host do not divide, as shards are."""
     peers, said = peers_of(Group.of(world_group()).twin()), []
     for size in (2, 1, 4):
-        wire = TwoLevel(ReplicaFeedback(Int2()), hosts="agree", ranks_per_host=size)
+        wire = TwoLevel(ReplicaFeedback(Int2()), ranks_of_host="equal", ranks_per_host=size)
         try:
             wire.check_replicas(peers)
             said.append("")
@@ -274,7 +274,10 @@ def one_shot() -> str:
 
 def test_what_has_no_replica_is_refused(pool: RankPool) -> None:
     """Gradients are gone after a step, and a single call remembers nothing."""
-    for refused in (ReplicaFeedback(Int2()), TwoLevel(ReplicaFeedback(Int2()), hosts="agree")):
+    for refused in (
+        ReplicaFeedback(Int2()),
+        TwoLevel(ReplicaFeedback(Int2()), ranks_of_host="equal"),
+    ):
         with pytest.raises(ValueError, match=r"share gradients by ErrorFeedback"):
             Strategy(schedule=every(2), gradient_reducer=refused)
         with pytest.raises(ValueError, match=r"share gradients by ErrorFeedback"):

@@ -19,12 +19,12 @@ from loosestep.comm.reducers import NOTHING, Place, mean_into
 from loosestep.reducers import (
     Cast,
     ErrorFeedback,
-    Hosts,
     Int4,
     Int8,
     Mean,
+    RanksOfHost,
     Reducer,
-    Resident,
+    SharedMemoryMean,
     TwoLevel,
 )
 from loosestep.schedules import every
@@ -109,9 +109,9 @@ def agreeing_hosts() -> bool:
     rank = dist.get_rank()
     peers = group_of([0, 1, 2, 3])
     results = []
-    for hosts in (Hosts.DIFFER, Hosts.AGREE):
+    for hosts in (RanksOfHost.DIFFER, RanksOfHost.EQUAL):
         buffer = values(rank // 2, NUMEL, torch.float32)
-        reduce_(TwoLevel(ranks_per_host=2, hosts=hosts), buffer, peers)
+        reduce_(TwoLevel(ranks_per_host=2, ranks_of_host=hosts), buffer, peers)
         results.append(buffer)
     expected = torch.empty(NUMEL)
     mean_into(expected, [values(host, NUMEL, torch.float32) for host in (0, 1)])
@@ -280,8 +280,8 @@ def test_what_cannot_work_is_refused_at_once() -> None:
     """With the value and the way out."""
     with pytest.raises(TypeError, match="such as Int4"):
         TwoLevel(Int8)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="Resident"):
-        TwoLevel(Resident())
+    with pytest.raises(ValueError, match="SharedMemoryMean"):
+        TwoLevel(SharedMemoryMean())
     with pytest.raises(ValueError, match="whole number"):
         TwoLevel(ranks_per_host=2.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="whole number"):

@@ -23,12 +23,12 @@ from loosestep.gradients import plain, reducing
 from loosestep.reducers import (
     Cast,
     ErrorFeedback,
-    Hosts,
     Int2,
     Int4,
     Int8,
     Mean,
     RandomMask,
+    RanksOfHost,
     Reducer,
     ReplicaFeedback,
     Ternary,
@@ -63,9 +63,9 @@ REDUCERS: dict[str, Reducer] = {
     "two levels, chance": TwoLevel(Int4(rounding="stochastic"), ranks_per_host=2),
     "two levels, feedback": TwoLevel(ErrorFeedback(Int4()), ranks_per_host=2),
     "two levels, topk": TwoLevel(ErrorFeedback(TopK(0.05)), ranks_per_host=2),
-    "agree, chance": TwoLevel(Int4(rounding="stochastic"), hosts="agree", ranks_per_host=2),
-    "agree, feedback": TwoLevel(ErrorFeedback(Int4()), hosts="agree", ranks_per_host=2),
-    "agree, replica": TwoLevel(ReplicaFeedback(TopK(0.1)), hosts="agree", ranks_per_host=2),
+    "agree, chance": TwoLevel(Int4(rounding="stochastic"), ranks_of_host="equal", ranks_per_host=2),
+    "agree, feedback": TwoLevel(ErrorFeedback(Int4()), ranks_of_host="equal", ranks_per_host=2),
+    "agree, replica": TwoLevel(ReplicaFeedback(TopK(0.1)), ranks_of_host="equal", ranks_per_host=2),
 }
 SHAPES = [(20_001,), (), (7,), (33, 65), (0,), (5, 3, 2), (40, 30, 5)]
 WINDOWS = [4 << 20, 30_000, 8_000, 600]
@@ -80,7 +80,7 @@ def means(
     Rank ``strided`` keeps what has several dimensions in another order.
     """
     rank = dist.get_rank()
-    agree = isinstance(reducer, TwoLevel) and reducer.hosts is Hosts.AGREE
+    agree = isinstance(reducer, TwoLevel) and reducer.ranks_of_host is RanksOfHost.EQUAL
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOOSESTEP_SHARED_MEMORY", "1" if way == "memory" else "0")
         peers = peers_of(Group.make(tuple(range(dist.get_world_size())), 20), timeout=20)

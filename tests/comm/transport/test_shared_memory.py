@@ -36,7 +36,7 @@ from loosestep.comm.reducers.mean import _reduce_plainly, reduce_into
 from loosestep.comm.transport import meeting, segments
 from loosestep.comm.transport.segments import Segment
 from loosestep.comm.transport.shared_memory import ARENA_BYTES, WINDOW_BYTES, Layout
-from loosestep.reducers import Mean, Resident
+from loosestep.reducers import Mean, SharedMemoryMean
 from loosestep.sync.averager import Averager
 from loosestep.testing import RankPool
 from tests.support.lines import find_line
@@ -199,11 +199,11 @@ def test_a_rank_without_shared_memory_is_reached_by_the_network(pool: RankPool) 
 VICTIM = """
 import os, sys, torch, torch.distributed as dist
 from loosestep import PeriodicModelAverager
-from loosestep.reducers import Resident
+from loosestep.reducers import SharedMemoryMean
 rank, store = int(sys.argv[1]), "file://" + sys.argv[2]
 dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
 resident, copied = torch.nn.Linear(700, 700), torch.nn.Linear(700, 700)
-averagers = [PeriodicModelAverager(1, reducer=Resident()), PeriodicModelAverager(1)]
+averagers = [PeriodicModelAverager(1, reducer=SharedMemoryMean()), PeriodicModelAverager(1)]
 print("ready", flush=True)
 while True:
     averagers[0].average_parameters(resident.parameters())
@@ -254,12 +254,12 @@ def test_killed_ranks_leave_nothing_behind(victims: list[subprocess.Popen[str]])
     assert not any("loosestep" in name for name in os.listdir(segments.SHARED_FOLDER))
 
 
-# Resident parameters.
+# SharedMemoryMean parameters.
 
 
 def train_resident(reducer_name: str, period: int) -> dict[str, torch.Tensor]:
     """Train with a drop-in averager."""
-    reducer = Resident() if reducer_name == "resident" else Mean()
+    reducer = SharedMemoryMean() if reducer_name == "resident" else Mean()
     net = make_net()
     optimizer = sgd(net)
     averager = PeriodicModelAverager(period, reducer=reducer, module=net)
@@ -290,7 +290,9 @@ def look_at_pointers() -> dict[str, bool]:
     net[0].bias.requires_grad_(False)
     strides = [p.stride() for p in net.parameters()]
     topology = Topology({"pair": [ranks[:2], ranks[2:]], "world": [ranks]}, timeout=20)
-    strategy = hierarchical_sgd({"pair": 1, "world": 2}, topology=topology, reducer=Resident())
+    strategy = hierarchical_sgd(
+        {"pair": 1, "world": 2}, topology=topology, reducer=SharedMemoryMean()
+    )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     with attach(net, optimizer, strategy) as run:
         optimizer.step()
@@ -319,7 +321,7 @@ def mixed_homes() -> bool:
     """Average resident parameters with a rank that moved its own out of shared memory."""
     rank, world = dist.get_rank(), dist.get_world_size()
     parameter = torch.nn.Parameter(values(rank, 600_001, torch.float32))
-    averager = PeriodicModelAverager(1, reducer=Resident())
+    averager = PeriodicModelAverager(1, reducer=SharedMemoryMean())
     averager.average_parameters([parameter])
     with torch.no_grad():
         parameter.copy_(values(rank, 600_001, torch.float32))
@@ -346,7 +348,9 @@ def refuse_resident(how: str) -> str:
         os.posix_fallocate = _refuse
     parameter = torch.nn.Parameter(torch.ones(3))
     try:
-        averager = PeriodicModelAverager(1, process_group=group.process_group, reducer=Resident())
+        averager = PeriodicModelAverager(
+            1, process_group=group.process_group, reducer=SharedMemoryMean()
+        )
         averager.average_parameters([parameter])
     except ValueError as error:
         return str(error)

@@ -1,7 +1,7 @@
 """How a buffer becomes its group's mean."""
 
 from loosestep.comm.codecs.rounding import Rounding
-from loosestep.comm.reducers.backend import Native
+from loosestep.comm.reducers.backend import AllReduce
 from loosestep.comm.reducers.cast import Cast
 from loosestep.comm.reducers.feedback import ErrorFeedback
 from loosestep.comm.reducers.mean import Mean, mean_into
@@ -18,10 +18,10 @@ from loosestep.comm.reducers.reducer import (
     check_suits_gradients,
 )
 from loosestep.comm.reducers.replica_feedback import ReplicaFeedback
-from loosestep.comm.reducers.resident import Resident
+from loosestep.comm.reducers.shared_memory_mean import SharedMemoryMean
 from loosestep.comm.reducers.topk import TopK
 from loosestep.comm.reducers.two_level import (
-    Hosts,
+    RanksOfHost,
     TwoLevel,
     check_hosts_fit,
 )
@@ -29,22 +29,22 @@ from loosestep.telemetry.traffic import Traffic
 
 __all__ = [
     "NOTHING",
+    "AllReduce",
     "Cast",
     "ErrorFeedback",
     "Handle",
-    "Hosts",
     "Int2",
     "Int4",
     "Int8",
     "Mean",
-    "Native",
     "NonFinite",
     "Place",
     "RandomMask",
+    "RanksOfHost",
     "Reducer",
     "ReplicaFeedback",
-    "Resident",
     "Rounding",
+    "SharedMemoryMean",
     "State",
     "Ternary",
     "TopK",

@@ -19,7 +19,7 @@ from loosestep.telemetry.traffic import Traffic
 
 
 @dataclass(frozen=True)
-class Native(Reducer):
+class AllReduce(Reducer):
     """Reduce with the backend's ``all_reduce``: a sum in the data's own dtype, then a division.
 
     Fast on NCCL and able to overlap with backward. The order of the sum is the backend's, so
@@ -35,7 +35,7 @@ class Native(Reducer):
 
     def start(self, buffer: torch.Tensor, peers: Peers, state: Any, place: Place) -> Handle:
         """Launch an asynchronous all-reduce."""
-        return Done() if peers.size == 1 else _AllReduce(buffer, peers, self.op)
+        return Done() if peers.size == 1 else _Reduced(buffer, peers, self.op)
 
     def bytes_on_wire(
         self, numel: int | Sequence[int], dtype: torch.dtype, group_size: int, group_rank: int = 0
@@ -44,7 +44,7 @@ class Native(Reducer):
         return 2 * (group_size - 1) * sum(sizes_of(numel)) * dtype.itemsize // group_size
 
     def __repr__(self) -> str:
-        return f"Native({'' if self.op == dist.ReduceOp.SUM else self.op})"
+        return f"AllReduce({'' if self.op == dist.ReduceOp.SUM else self.op})"
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ class _Collective(Handle):
             raise self._peers.lost(None, reason)
 
 
-class _AllReduce(_Collective):
+class _Reduced(_Collective):
     """A sum or a maximum under way; a sum is divided at the end."""
 
     def __init__(self, buffer: torch.Tensor, peers: Peers, op: dist.ReduceOp.RedOpType) -> None:
         self._buffer, self._op = buffer, op
-        sent = Native(op).bytes_on_wire(buffer.numel(), buffer.dtype, peers.size)
+        sent = AllReduce(op).bytes_on_wire(buffer.numel(), buffer.dtype, peers.size)
         if peers.weights is not None and op == dist.ReduceOp.SUM:
             # By shares that add up to 1: large weights must not overflow narrow dtypes.
             buffer.mul_(peers.weights[peers.group_rank] / sum(peers.weights))

@@ -53,7 +53,7 @@ class Cast(Reducer):
         if self.inner.lossy and self.inner.resident:
             raise ValueError(
                 f"Cast hands copies to its inner reducer, and {self.inner} works on gradients "
-                "where they are; give TwoLevel(Cast(...), inside=Resident())"
+                "where they are; give TwoLevel(Cast(...), inside=SharedMemoryMean())"
             )
 
     @property

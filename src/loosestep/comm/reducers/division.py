@@ -68,11 +68,11 @@ class Division:
             if len({headers[member].sample for member in host}) > 1:
                 ranks = [peers.global_ranks[member] for member in host]
                 raise RankMismatch(
-                    f"rank {peers.global_ranks[peers.group_rank]}: hosts='agree' says that the "
-                    f"ranks of a host hold the same values, but those of ranks {ranks} differ "
+                    f"rank {peers.global_ranks[peers.group_rank]}: ranks_of_host='equal' says that "
+                    f"the ranks of a host hold the same values, but those of ranks {ranks} differ "
                     f"(level {peers.level!r}). Nothing has been changed; share gradients inside "
-                    "hosts at every step, or use TwoLevel(..., hosts='differ') (with ErrorFeedback "
-                    "in place of ReplicaFeedback)"
+                    "hosts at every step, or use TwoLevel(..., ranks_of_host='differ') (with "
+                    "ErrorFeedback in place of ReplicaFeedback)"
                 )
 
 

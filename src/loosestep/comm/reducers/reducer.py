@@ -292,7 +292,7 @@ def check_suits_parameters(reducer: Reducer) -> None:
     if reducer.resident and reducer.lossy:
         raise ValueError(
             f"{reducer} moves gradients into shared memory, and no parameters; give it without "
-            "inside=Resident(), or Resident() alone where there is one host"
+            "inside=SharedMemoryMean(), or SharedMemoryMean() alone where there is one host"
         )
 
 

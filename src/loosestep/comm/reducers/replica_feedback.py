@@ -36,7 +36,7 @@ class ReplicaFeedback(ErrorFeedback):
 
     Example::
 
-        wire = TwoLevel(ReplicaFeedback(Int2()), hosts="agree")
+        wire = TwoLevel(ReplicaFeedback(Int2()), ranks_of_host="equal")
         attach(model, optimizer, post_local_sgd(period=4, reducer=wire))
     """
 

@@ -27,7 +27,7 @@ from loosestep.comm.reducers.mean import Mean, MeanInFlight
 from loosestep.comm.reducers.nonfinite import all_finite, contributors
 from loosestep.comm.reducers.pieces import InPieces
 from loosestep.comm.reducers.reducer import Handle, NonFinite, Place, Reducer, check_reducer
-from loosestep.comm.reducers.resident import Resident, room
+from loosestep.comm.reducers.shared_memory_mean import SharedMemoryMean, room
 from loosestep.comm.reducers.ways import Ways, blocks, make_ways
 from loosestep.comm.tensors import Named
 from loosestep.comm.transport.exchange import Task
@@ -35,16 +35,16 @@ from loosestep.comm.transport.shared_memory import Layout
 from loosestep.errors import NotAttachable, check_whole, choose
 
 
-class Hosts(enum.Enum):
+class RanksOfHost(enum.Enum):
     """Whether the ranks of a host hold the same values before a sync."""
 
     DIFFER = "differ"  # they are averaged first
-    AGREE = "agree"  # gradients are shared inside the host at every step: nothing to average
+    EQUAL = "equal"  # gradients are shared inside the host at every step: nothing to average
 
 
 _ONE_REPLICA = (
     "{} keeps what was not sent in the replica, and a host whose ranks differ has several; share "
-    "gradients inside hosts at every step and give TwoLevel(..., hosts='agree'), or use "
+    "gradients inside hosts at every step and give TwoLevel(..., ranks_of_host='equal'), or use "
     "ErrorFeedback"
 )
 
@@ -57,14 +57,15 @@ class TwoLevel(Reducer):
     pays: ``TwoLevel(Int4())``. Hosts are told apart by name, or are ``ranks_per_host`` consecutive
     ranks each. A group inside one host, and hosts with different numbers of ranks, which have no
     common places, are averaged over all ranks directly: by ``Mean`` on one host, else by ``inner``.
-    With ``inside=Resident()`` the gradients of a plain module live in memory that a host shares.
+    With ``inside=SharedMemoryMean()`` the gradients of a plain module live in memory that a host
+    shares.
 
     >>> TwoLevel(ranks_per_host=2).bytes_on_wire(numel=8, dtype=torch.float32, group_size=4)
     16
     """
 
     inner: Reducer
-    hosts: Hosts
+    ranks_of_host: RanksOfHost
     inside: Mean
     ranks_per_host: int | None
 
@@ -72,18 +73,18 @@ class TwoLevel(Reducer):
         self,
         inner: Reducer | None = None,
         *,
-        hosts: Hosts | str = Hosts.DIFFER,
+        ranks_of_host: RanksOfHost | str = RanksOfHost.DIFFER,
         inside: Mean | None = None,
         ranks_per_host: int | None = None,
     ) -> None:
         _check(inner, inside, ranks_per_host)
         vars(self).update(
             inner=Mean() if inner is None else inner,
-            hosts=choose(Hosts, hosts),
+            ranks_of_host=choose(RanksOfHost, ranks_of_host),
             inside=Mean() if inside is None else inside,
             ranks_per_host=ranks_per_host,
         )
-        if self.leaves_apart and self.hosts is Hosts.DIFFER:
+        if self.leaves_apart and self.ranks_of_host is RanksOfHost.DIFFER:
             raise ValueError(_ONE_REPLICA.format(self.inner))
 
     @property
@@ -138,7 +139,7 @@ class TwoLevel(Reducer):
         size = self.ranks_per_host // group_size
         if size <= 1:
             return self.inner
-        return TwoLevel(self.inner, hosts=self.hosts, ranks_per_host=size)
+        return TwoLevel(self.inner, ranks_of_host=self.ranks_of_host, ranks_per_host=size)
 
     def init(self, tensors: Sequence[Named], peers: Peers) -> Any:
         """Make the groups inside and between hosts; return the state of ``inner``; collective."""
@@ -165,7 +166,7 @@ class TwoLevel(Reducer):
             def onward(mine: torch.Tensor) -> Handle:
                 return self.inner.start(mine, across, state, at)
 
-            return _ByHost(Task(piece, inside, bounds), self.hosts, onward)
+            return _ByHost(Task(piece, inside, bounds), self.ranks_of_host, onward)
 
         most = _most_bytes(inside.size)
         if buffer.nbytes <= most or self._lives_there(buffer, inside):
@@ -232,7 +233,7 @@ class TwoLevel(Reducer):
 
         A group's first call is collective.
         """
-        if self.hosts is Hosts.DIFFER or peers.size == 1:
+        if self.ranks_of_host is RanksOfHost.DIFFER or peers.size == 1:
             return None
         ways = self._ways_of(peers)
         if ways is None or len(ways.inside) == 1:
@@ -254,7 +255,9 @@ class TwoLevel(Reducer):
 
     def describe(self, state: Any) -> str:
         """Return whether ``inner`` keeps something, to be compared across ranks."""
-        if self.hosts is Hosts.AGREE:  # a rank's part may be empty, and then it keeps nothing
+        if (
+            self.ranks_of_host is RanksOfHost.EQUAL
+        ):  # a rank's part may be empty, and then it keeps nothing
             return ""
         # By pieces of this rank's own slice: ranks of a host keep other sizes than each other.
         return "something" if self.inner.describe(state) else ""
@@ -284,7 +287,7 @@ class TwoLevel(Reducer):
     def __repr__(self) -> str:
         size = "" if self.ranks_per_host is None else f", ranks_per_host={self.ranks_per_host}"
         inside = f", inside={self.inside}" if self.resident else ""
-        return f"TwoLevel({self.inner}, {self.hosts.value}{inside}{size})"
+        return f"TwoLevel({self.inner}, {self.ranks_of_host.value}{inside}{size})"
 
     def _partition(self, group_size: int) -> list[tuple[int, ...]]:
         if self.ranks_per_host is None:
@@ -328,15 +331,17 @@ def _most_bytes(ranks_of_host: int) -> int:
 class _ByHost(MeanInFlight):
     """A buffer that is reduced inside the host, goes on to the others, and comes back."""
 
-    def __init__(self, task: Task, hosts: Hosts, onward: Callable[[torch.Tensor], Handle]) -> None:
+    def __init__(
+        self, task: Task, ranks_of_host: RanksOfHost, onward: Callable[[torch.Tensor], Handle]
+    ) -> None:
         super().__init__(task)
-        self._hosts, self._onward = hosts, onward
+        self._ranks_of_host, self._onward = ranks_of_host, onward
         self._across: Handle | None = None
 
     def advance(self) -> None:
         """Sum my slice over the host and send it on."""
         if self._across is None:
-            if self._hosts is Hosts.DIFFER:
+            if self._ranks_of_host is RanksOfHost.DIFFER:
                 self.reduce()
             else:
                 self.ready()
@@ -363,20 +368,20 @@ class _ByHost(MeanInFlight):
 
 
 def _check(inner: Reducer | None, inside: object, ranks_per_host: object) -> None:
-    if inside is not None and type(inside) not in (Mean, Resident):
-        raise TypeError(f"inside must be Mean() or Resident(), got {inside!r}")
+    if inside is not None and type(inside) not in (Mean, SharedMemoryMean):
+        raise TypeError(f"inside must be Mean() or SharedMemoryMean(), got {inside!r}")
     if inner is not None:
         check_reducer("inner", inner, "Int4()")
-    if isinstance(inside, Resident) and not (inner and inner.lossy):
+    if isinstance(inside, SharedMemoryMean) and not (inner and inner.lossy):
         raise ValueError(
-            f"inside=Resident() is for gradients in few bits, and by {inner or Mean()} nothing is "
-            "compressed between hosts; use Resident() alone, or TwoLevel(Ternary(), "
-            "inside=Resident())"
+            f"inside=SharedMemoryMean() is for gradients in few bits, and by {inner or Mean()} "
+            "nothing is compressed between hosts; use SharedMemoryMean() alone, or "
+            "TwoLevel(Ternary(), inside=SharedMemoryMean())"
         )
-    if isinstance(inner, Resident):
+    if isinstance(inner, SharedMemoryMean):
         raise ValueError(
-            "Resident() shares memory inside a host, and inner works between hosts; use "
-            "TwoLevel() or Resident() alone"
+            "SharedMemoryMean() shares memory inside a host, and inner works between hosts; use "
+            "TwoLevel() or SharedMemoryMean() alone"
         )
     if ranks_per_host is not None:
         check_whole("ranks_per_host", ranks_per_host, 1, hint="None tells hosts apart by name")

@@ -15,8 +15,8 @@ windows, and everybody copies the results home. A few windows go round, so that 
 another is summed and a third emptied. Both ways carry the same bytes, so results cannot depend on
 which was taken.
 
-A buffer that lies in shared memory already (see ``resident``) needs no window: neighbours read it
-where it is, and whoever owns a slice writes the result to all of them.
+A buffer that lies in shared memory already (see ``SharedMemoryMean``) needs no window: neighbours
+read it where it is, and whoever owns a slice writes the result to all of them.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import time
 import torch
 
 from loosestep.comm.peers import Peers, Phase
-from loosestep.comm.reducers import Native, Place, Reducer, TwoLevel
+from loosestep.comm.reducers import AllReduce, Place, Reducer, TwoLevel
 from loosestep.lab.doctor.links import ALL_REDUCE, AVERAGE, Rate
 
 FIRST_BYTES = 4_096  # to estimate the others by
@@ -20,7 +20,7 @@ WORTH_IT = 2  # a size that had to shrink is measured if it still is so many tim
 
 def measure_level(peers: Peers, seconds: float) -> list[Rate]:
     """Measure a group's reductions, none of which should take longer than ``seconds``."""
-    methods: dict[str, Reducer] = {ALL_REDUCE: Native(), AVERAGE: TwoLevel()}
+    methods: dict[str, Reducer] = {ALL_REDUCE: AllReduce(), AVERAGE: TwoLevel()}
     return [
         Rate(
             level=peers.level,

@@ -51,5 +51,5 @@ def divided(strategy: Strategy, topology: Topology, real: Topology) -> Strategy:
         )
     if not equal or strategy.sharding or not isinstance(reducer, TwoLevel):
         return strategy
-    agreeing = TwoLevel(reducer.inner, hosts="agree", ranks_per_host=reducer.ranks_per_host)
+    agreeing = TwoLevel(reducer.inner, ranks_of_host="equal", ranks_per_host=reducer.ranks_per_host)
     return replace(strategy, reducer=agreeing)

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from loosestep.comm.reducers import Native
+from loosestep.comm.reducers import AllReduce
 from loosestep.lab.trainer.by_strategy import OptimizerPlan
 from loosestep.lab.trainer.mistakes import BadInput
 from loosestep.lab.trainer.torch_plans import Plan
@@ -107,7 +107,7 @@ class InTree:
 
     def _record(self, level: str, kind: str, seconds: float) -> None:
         size = len(self._topology.members(level))
-        sent = Native().bytes_on_wire(self._numel, torch.float32, size)
+        sent = AllReduce().bytes_on_wire(self._numel, torch.float32, size)
         self._telemetry.record(SyncRecord(self._step, level, kind, seconds, sent, 0, None, seconds))
 
     def clip(self, norm: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import loosestep.comm.reducers
-from loosestep.comm.reducers import Reducer, Resident, TwoLevel
+from loosestep.comm.reducers import Reducer, SharedMemoryMean, TwoLevel
 from loosestep.lab.trainer.mistakes import BadInput
 from loosestep.lab.trainer.reducer_names import LIVING, ReducerName
 
@@ -30,10 +30,10 @@ def plain_reducer(name: ReducerName) -> Reducer:
 def parameter_reducer(name: ReducerName) -> Reducer:
     """Return the reducer for parameters: one copy a host, which then travels so."""
     inner = plain_reducer(name)
-    if name.reducer == "Resident":
+    if name.reducer == "SharedMemoryMean":
         return inner
     if inner.leaves_apart:  # a host must be one replica
-        return TwoLevel(inner, hosts="agree")
+        return TwoLevel(inner, ranks_of_host="equal")
     return TwoLevel() if name.text == "mean" else TwoLevel(inner)
 
 
@@ -45,7 +45,7 @@ def gradient_reducer(name: ReducerName) -> Reducer:
     if not name.living:
         return TwoLevel(inner) if inner.lossy else inner
     try:
-        return TwoLevel(inner, inside=Resident())
+        return TwoLevel(inner, inside=SharedMemoryMean())
     except ValueError as error:
         raise BadInput(f"{LIVING + name.text!r}: {error}") from error
 

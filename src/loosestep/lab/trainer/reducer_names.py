@@ -1,7 +1,7 @@
 """Reducers by name: how values travel, as it is written on a command line.
 
 mean                      the mean, rounded once
-resident                  the same, of values that live in memory shared by a host's workers
+shared                    the same, of values that live in memory shared by a host's workers
 bf16, fp16                16 bits
 int8, int4, int2          few bits and a scale for every block of values
 top1%, top0.5%            the largest values only
@@ -10,7 +10,7 @@ mask0.5%                  a random share of the parameters, exactly; another one
 int2+ef                   with error feedback: what was lost is sent later
 int2+rf                   the same for parameters; what was lost stays in the replica until then
 ternary                   -1, 0 or 1 times a scale
-resident+ternary          gradients by what follows, in memory shared by a host's workers
+shared+ternary            gradients by what follows, in memory shared by a host's workers
 
 Nothing here needs torch; ``named_reducers`` makes of such a name what moves values.
 """
@@ -25,7 +25,7 @@ from loosestep.lab.trainer.mistakes import BadInput, nearest
 # The reducer that a name stands for, and its argument, if it takes one.
 NAMES: dict[str, tuple[str, str | None]] = {
     "mean": ("Mean", None),
-    "resident": ("Resident", None),
+    "shared": ("SharedMemoryMean", None),
     "bf16": ("Cast", "bfloat16"),
     "fp16": ("Cast", "float16"),
     "int8": ("Int8", None),
@@ -35,7 +35,7 @@ NAMES: dict[str, tuple[str, str | None]] = {
 }
 FEEDBACK = {"+ef": "ErrorFeedback", "+rf": "ReplicaFeedback"}
 TWO_BITS = "2bit"  # behind the share of the largest
-LIVING = "resident+"  # gradients that live in shared memory, and travel by what follows
+LIVING = "shared+"  # gradients that live in shared memory, and travel by what follows
 EXAMPLES = {"+ef": "int2+ef", "+rf": "int2+rf"}
 
 
@@ -47,7 +47,7 @@ class ReducerName:
     reducer: str  # its name in ``loosestep.comm.reducers``
     argument: str | float | None = None  # a dtype's name or a density
     feedback: str | None = None  # the name of the reducer around it
-    living: bool = False  # whether ``resident+`` stood before the text
+    living: bool = False  # whether ``shared+`` stood before the text
     bits: int | None = None  # of the largest values
 
 
@@ -60,7 +60,7 @@ def parse_reducer(text: str) -> ReducerName:
     suffix = text[-3:] if text[-3:] in FEEDBACK else ""
     name = text.removesuffix(suffix)
     reducer, argument = _named(name, text)
-    if suffix and (name in ("mean", "resident", "bf16", "fp16") or reducer == "RandomMask"):
+    if suffix and (name in ("mean", "shared", "bf16", "fp16") or reducer == "RandomMask"):
         raise BadInput(
             f"{text!r}: {suffix} is for reducers that lose much, such as {EXAMPLES[suffix]}"
         )
@@ -71,7 +71,7 @@ def parse_reducer(text: str) -> ReducerName:
 def parse_gradient_reducer(text: str) -> ReducerName:
     """Read a reducer for gradients, which may live in shared memory.
 
-    >>> parse_gradient_reducer("resident+int4").living
+    >>> parse_gradient_reducer("shared+int4").living
     True
     """
     return replace(parse_reducer(text.removeprefix(LIVING)), living=text.startswith(LIVING))

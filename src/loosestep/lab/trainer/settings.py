@@ -69,7 +69,7 @@ class Settings:
     reducer: str | None = option(
         None,
         SHARE,
-        "mean, resident, bf16, fp16, int8, int4, int2, ternary, top1%%, top1%%2bit, mask0.5%%; "
+        "mean, shared, bf16, fp16, int8, int4, int2, ternary, top1%%, top1%%2bit, mask0.5%%; "
         "+ef, +rf: with feedback",
         "REDUCER",
     )

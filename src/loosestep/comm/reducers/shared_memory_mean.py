@@ -38,7 +38,7 @@ NO_MEMORY = "no shared memory to be had: {}"
 
 
 @dataclass(frozen=True)
-class Resident(Mean):
+class SharedMemoryMean(Mean):
     """The exact mean of tensors that are moved into shared memory.
 
     The results are those of ``Mean`` to the bit. For tensors on the CPU whose ranks share hosts
@@ -53,7 +53,7 @@ class Resident(Mean):
 
     Example::
 
-        attach(model, optimizer, post_local_sgd(period=8, gradient_reducer=Resident()))
+        attach(model, optimizer, post_local_sgd(period=8, gradient_reducer=SharedMemoryMean()))
     """
 
     @property
