@@ -17,6 +17,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from loosestep.errors import check_instance, check_level, check_whole
 from loosestep.strategy.periods import Rule, check_rule
@@ -125,7 +126,12 @@ class Levels(Schedule):
     def __call__(self, step: int) -> Due:
         """Return the widest level whose period divides ``step``; step 0 is never due."""
         due = [name for name, period in self.periods if step > 0 and step % period == 0]
-        return Due(self.gradients, due[-1] if due else None)
+        return self._answers[due[-1] if due else None]
+
+    @cached_property
+    def _answers(self) -> dict[str | None, Due]:
+        """What may be due, by the level that averages: checked once."""
+        return {name: Due(self.gradients, name) for name in (None, *self.parameter_levels())}
 
     def gradient_levels(self) -> frozenset[str]:
         """Return the level that shares gradients between averages, if any."""

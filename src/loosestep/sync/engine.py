@@ -206,7 +206,7 @@ class Engine:
 
     def _observe(self, parts: Parts, step: int) -> Numbers:
         """Return what this rank tells the others before the sync that begins now."""
-        if self._timetable is None or self._observer is None:
+        if self._timetable is None or self._observer is None or not self._timetable.adaptive:
             return ()
         observed = self._observer.tell(parts.means, self._timetable.period(step))
         self._timetable.begun(step)
