@@ -1,7 +1,9 @@
 """What each special way through shared memory is worth: on and off, in turn, on one host.
 
     loop in C   many buffers carried through by one loop, against one exchange for each window
+                (and one agreement through memory, against one by messages)
     resident    parameters that live in shared memory, against such as are copied through windows
+    gradients   the same of gradients, in a backward that computes next to nothing
     reading     gradients to owners and parameters back, read where neighbours have them, against
                 copies that are lent
 
@@ -18,6 +20,7 @@ import torch.distributed as dist
 
 from benchmarks.contenders import Contender, alternate, parameters, transformer_shapes
 from benchmarks.report import Row
+from loosestep import attach, ddp
 from loosestep.comm.flat.cuts import slices
 from loosestep.comm.flat.staging import STAGING
 from loosestep.comm.group import Group
@@ -54,6 +57,7 @@ def pairs() -> dict[str, tuple[str, str]]:
     return loops | {
         "resident, 37.8M": ("resident", "copied"),
         "resident, 1,000 x 1,000": ("resident", "copied"),
+        "gradients, 37.8M": ("resident", "copied"),
         "reading, 37.8M": ("read", "lent"),
     }
 
@@ -63,6 +67,8 @@ def measure(rounds: int, what: str) -> dict[str, list[float]]:
     way, _, tensors = what.partition(", ")
     if way == "reading":
         made: Pair = {"read": sharded(readable=True), "lent": sharded(readable=False)}
+    elif way == "gradients":
+        made = {"resident": backward(SharedMemoryMean()), "copied": backward(Mean())}
     elif way == "resident":
         made = {
             "resident": average(tensors, SharedMemoryMean()),
@@ -94,6 +100,19 @@ def average(tensors: str, reducer: Reducer, fused: bool = True) -> Contender:
     named = [(f"parameter {i}", p) for i, p in enumerate(parameters(TENSORS[tensors]))]
     averager = Averager(peers, reducer=reducer)
     return lambda: averager.average(named)
+
+
+def backward(reducer: Reducer) -> Contender:
+    """Return a backward that shares all gradients."""
+    weights = parameters(WHOLE)
+    optimizer = torch.optim.SGD(weights)
+    attach(torch.nn.ParameterList(weights), optimizer, ddp(gradient_reducer=reducer))
+
+    def run() -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(torch.stack([weight.sum() for weight in weights]).sum())
+
+    return run
 
 
 def sharded(*, readable: bool) -> Contender:
