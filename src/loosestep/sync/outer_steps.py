@@ -110,7 +110,9 @@ class OuterState:
                 anchor.copy_(mean)
             return
         for anchor, mean in chunk:
-            anchor.grad = anchor - mean.to(anchor.device, anchor.dtype)
+            here = mean.to(anchor.device, anchor.dtype)
+            # Into the mean's own memory, which the result is written to: no new pages.
+            anchor.grad = torch.sub(anchor, here, out=here)
         optimizer.param_groups[0]["params"] = [anchor for anchor, _ in chunk]
         optimizer.step()
         for anchor, tensor in chunk:
