@@ -6,6 +6,7 @@ import dataclasses
 import io
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from loosestep import Strategy, Topology, attach, ddp, diloco, hierarchical_sgd,
 from loosestep.outer import Outer, nesterov, slowmo
 from loosestep.reducers import ErrorFeedback, Int4, Mean, Reducer
 from loosestep.schedules import every, levels
+from loosestep.sync.outer_steps import OuterState
 from loosestep.testing import RankPool
 from tests.support.oracle import equal, exact_mean, loss_of, make_net, sgd, snapshot
 
@@ -183,6 +185,46 @@ def test_any_optimizer_of_torch_may_be_outside(pool: RankPool) -> None:
         one, other = pool.run(2, train, diloco(2, outer=Outer(kind, lr=0.01)), 6)
         assert equal(one, other)
         assert all(value.isfinite().all() for value in one.values())
+
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (
+        torch.optim.SGD,
+        {"lr": 0.5, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.1}),
+    "Muon": (torch.optim.Muon, {"lr": 0.1}),  # of matrices, which are not cut
+}
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "usual": lambda tensor: tensor.clone(),
+    "transposed": lambda tensor: tensor.t().clone().t(),
+    "every second": lambda tensor: torch.stack([tensor, tensor], -1)[..., 0],
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_large_tensors_are_stepped_in_pieces_that_do_not_show(kind: str, layout: str) -> None:
+    """To the bit as whole ones, in any memory order, and across a save."""
+    (make, settings), lay = OPTIMIZERS[kind], LAYOUTS[layout]
+    rule = Outer(make, **settings)
+    start = {"large": torch.randn(700, 400), "small": torch.randn(3, 5)}
+    whole = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in start.items()}
+    optimizer = make(list(whole.values()), **settings)
+    state = OuterState(rule)
+    state.anchor([(name, lay(tensor)) for name, tensor in start.items()])
+    for step in range(4):
+        means = {name: lay(torch.randn(tensor.shape)) for name, tensor in start.items()}
+        for name, parameter in whole.items():
+            parameter.grad = parameter.detach() - means[name]
+        optimizer.step()
+        if step == 2:
+            saved = state.state_dict()
+            state = OuterState(rule)
+            state.load_state_dict(saved)
+        state.apply(list(means.items()))
+        assert all(torch.equal(means[name], p) for name, p in whole.items()), step
 
 
 def buffers() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -11,10 +11,13 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from loosestep.comm.tensors import Named
+from loosestep.sharding.kinds import ELEMENTWISE
 from loosestep.strategy.outer_rules import Outer
 
-CHUNK_BYTES = 4 << 20  # of anchors that are stepped together: what is on the way stays in the cache
-PIECE = 1 << 18  # numbers that a norm is taken of at a time, for the same reason
+Pair = tuple[torch.Tensor, torch.Tensor]  # a piece of an anchor, and of the mean
+
+CHUNK_BYTES = 1 << 20  # of anchors that are stepped together: what is on the way stays in the cache
+PIECE = 1 << 18  # numbers that are stepped at once, or a norm is taken of, for the same reason
 
 
 class OuterState:
@@ -28,6 +31,8 @@ class OuterState:
         self.rule = rule
         self.num_steps = 0
         self._anchors: dict[str, torch.Tensor] = {}
+        self._stepped: dict[str, Sequence[torch.Tensor]] = {}  # what the optimizer has of each
+        self._in_pieces = rule.optimizer in ELEMENTWISE
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: LRScheduler | None = None
 
@@ -46,15 +51,15 @@ class OuterState:
     @torch.no_grad()
     def anchor(self, named: Sequence[Named]) -> None:
         """Take values that all replicas have in common for anchors; momentum stays."""
+        values = dict(named)
         for name in self._follow(named):
-            self._anchors[name].copy_(dict(named)[name])
+            self._anchors[name].copy_(values[name])
 
     @torch.no_grad()
     def apply(self, named: Sequence[Named]) -> None:
         """Step the anchors by the means in ``named``, and leave the result there."""
         known = self._follow(named)
-        moving = [(self._anchors[name], tensor) for name, tensor in named if name in known]
-        for chunk in _chunks(moving):
+        for chunk in self._chunks([(name, tensor) for name, tensor in named if name in known]):
             self._move(chunk)
         self.num_steps += 1
         if self._scheduler is not None:
@@ -63,8 +68,7 @@ class OuterState:
     @torch.no_grad()
     def guess(self, named: Sequence[Named]) -> None:
         """Replace values by what a step would lead to, were they the mean; no step is taken."""
-        known = [(self._anchors[name], tensor) for name, tensor in named if name in self._anchors]
-        for chunk in _chunks(known):
+        for chunk in self._chunks([(n, tensor) for n, tensor in named if n in self._anchors]):
             optimizer = self._optimizer
             assert optimizer is not None, "there are anchors"
             before = [(a, a.clone(), copy.deepcopy(optimizer.state.get(a))) for a, _ in chunk]
@@ -102,6 +106,26 @@ class OuterState:
         known = self._anchors
         return [(known[n], t) for n, t in named if n in known and known[n].shape == t.shape]
 
+    def _chunks(self, named: Sequence[Named]) -> Iterator[list[Pair]]:
+        """Yield what is stepped, beside the means, a little at a time; in the end all is there."""
+        chunk: list[Pair] = []
+        copied: list[Pair] = []
+        for name, tensor in named:
+            stepped, means = self._stepped[name], [tensor]
+            if len(stepped) > 1:
+                flat = tensor.reshape(-1)
+                means = list(_pieces(flat))
+                copied += [] if tensor.is_contiguous() else [(flat, tensor)]
+            for pair in zip(stepped, means, strict=True):
+                chunk.append(pair)
+                if sum(anchor.nbytes for anchor, _ in chunk) >= CHUNK_BYTES:
+                    yield chunk
+                    chunk = []
+        if chunk:
+            yield chunk
+        for flat, tensor in copied:
+            tensor.copy_(flat.view(tensor.shape))
+
     def _move(self, chunk: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         optimizer = self._optimizer
         assert optimizer is not None, "there are anchors"
@@ -133,20 +157,31 @@ class OuterState:
         shapes = {name: tensor.shape for name, tensor in named}
         gone = [name for name, held in self._anchors.items() if shapes.get(name) != held.shape]
         for name in gone:
-            anchor = self._anchors.pop(name)
-            if self._optimizer is not None:
-                self._optimizer.state.pop(anchor, None)
+            del self._anchors[name]
+            for part in self._stepped.pop(name):
+                if self._optimizer is not None:
+                    self._optimizer.state.pop(part, None)
         known = [name for name in shapes if name in self._anchors]
         for name, tensor in named:
             if name not in self._anchors:
                 device = tensor.device if self.rule.device is None else self.rule.device
-                self._anchors[name] = tensor.detach().to(device, torch.float32, copy=True)
+                self._keep(name, tensor.detach().to(device, torch.float32, copy=True))
         if self._anchors and self._optimizer is None:
             self._make()
         return known
 
+    def _keep(self, name: str, anchor: torch.Tensor) -> None:
+        """Take an anchor, of which an optimizer that treats all values alike steps pieces."""
+        self._anchors[name] = anchor
+        cut = self._in_pieces and anchor.is_contiguous() and anchor.numel() > PIECE
+        self._stepped[name] = _pieces(anchor) if cut else [anchor]
+
+    @property
+    def _all_stepped(self) -> list[torch.Tensor]:
+        return [part for parts in self._stepped.values() for part in parts]
+
     def _make(self) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
-        made = self.rule.make(list(self._anchors.values()))
+        made = self.rule.make(self._all_stepped)
         self._optimizer = made
         self._scheduler = None if self.rule.scheduler is None else self.rule.scheduler(made)
         return made, self._scheduler
@@ -155,7 +190,7 @@ class OuterState:
         """Return anchors, the optimizer's state and its schedule, as copies; empty: nothing yet."""
         if self._optimizer is None:
             return {}
-        self._optimizer.param_groups[0]["params"] = list(self._anchors.values())
+        self._optimizer.param_groups[0]["params"] = self._all_stepped
         scheduler = {} if self._scheduler is None else self._scheduler.state_dict()
         return {
             "num_steps": self.num_steps,
@@ -171,10 +206,9 @@ class OuterState:
         self._optimizer, self._scheduler = None, None
         self.num_steps = int(state_dict.get("num_steps", 0))
         device = self.rule.device
-        self._anchors = {
-            name: anchor.to(device or anchor.device, copy=True)
-            for name, anchor in state_dict.get("anchors", {}).items()
-        }
+        self._anchors, self._stepped = {}, {}
+        for name, anchor in state_dict.get("anchors", {}).items():
+            self._keep(name, anchor.to(device or anchor.device, copy=True))
         if self._anchors:
             optimizer, scheduler = self._make()
             optimizer.load_state_dict(state_dict["optimizer"])
@@ -185,17 +219,3 @@ class OuterState:
 def _pieces(values: torch.Tensor) -> Sequence[torch.Tensor]:
     pieces: Sequence[torch.Tensor] = torch.split(values.reshape(-1), PIECE)
     return pieces
-
-
-def _chunks(
-    moving: Sequence[tuple[torch.Tensor, torch.Tensor]],
-) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Yield a few tensors at a time: what is between them and the optimizer stays in the cache."""
-    chunk: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for pair in moving:
-        chunk.append(pair)
-        if sum(anchor.nbytes for anchor, _ in chunk) >= CHUNK_BYTES:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
