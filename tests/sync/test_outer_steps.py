@@ -173,6 +173,27 @@ def test_a_warm_up_is_no_part_of_the_first_step(pool: RankPool) -> None:
     assert all(torch.equal(found[name], warm[name]) for name in trained)
 
 
+def apart_after_a_warm_up() -> dict[str, torch.Tensor]:
+    """Move one rank's replica in the warm-up, where nobody should; lead back by a rate of 0."""
+    net = make_net()
+    with attach(net, sgd(net), diloco(3, warmup_steps=2, outer=nesterov(0.0))) as run:
+        for step in range(5):
+            run.optimizer.zero_grad()
+            loss_of(net, dist.get_rank(), step).backward()
+            run.optimizer.step()
+            if step == 0 and dist.get_rank() == 1:
+                next(net.parameters()).data.add_(0.5)
+        run.finalize()
+    return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+
+
+def test_replicas_that_a_warm_up_leaves_apart_have_no_anchor_there(pool: RankPool) -> None:
+    """They go on from where all were equal: anchors that differ would keep them apart for good."""
+    start = dict(make_net().named_parameters())
+    for found in pool.run(2, apart_after_a_warm_up):
+        assert all(torch.equal(found[name], value) for name, value in start.items())
+
+
 def test_one_worker_is_enough(pool: RankPool) -> None:
     """Its own steps are the mean: SNOO."""
     [ours], [plain] = pool.run(1, train, snoo(4, outer=nesterov()), 8), pool.run(1, plain_diloco, 8)

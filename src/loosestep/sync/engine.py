@@ -25,7 +25,7 @@ from loosestep.comm.agreement import Progress, all_clean
 from loosestep.comm.fingerprints import fingerprint
 from loosestep.comm.peers import Peers, Phase
 from loosestep.comm.reducers import NonFinite, Reducer
-from loosestep.comm.tensors import Named, memory
+from loosestep.comm.tensors import Named, memory, shard_key
 from loosestep.errors import RankMismatch
 from loosestep.strategy.arrivals import Arrival, Delta
 from loosestep.strategy.clock import Clock
@@ -171,8 +171,9 @@ class Engine:
         self._last_step = step
         if not local and self._common_step == step - 1:
             self._common_step = step
-            if self._start_is_common and step == self._begins:
-                self._prepare(common=True)  # a warm-up was no part of what averages are about
+            # A warm-up was no part of what averages are about, where it has left all equal.
+            if self._start_is_common and step == self._begins and self._all_hold_the_same(step):
+                self._prepare(common=True)
         # What is under way comes first, however close the next one is.
         while self._overlap.flights and (
             self.lands(step) or (level is not None and self._overlap.is_full)
@@ -180,6 +181,14 @@ class Engine:
             self.land()
         if level is not None:
             self.sync(level, step, fragment)
+
+    def _all_hold_the_same(self, step: int) -> bool:
+        """Say whether all replicas have equal parameters; shards, which differ, are not asked."""
+        parts = self.replica.weights()
+        trained = compressible(memory(parts.means))
+        sharded = any(shard_key(tensor) for _, tensor in parts.means)
+        told = Progress(step, clean=b"shards" if sharded else fingerprint(trained))
+        return all_clean(self.averager(self.widest).agree(parts, told, look=False).headers)
 
     def sync(self, level: str, step: int, fragment: int | None = None) -> None:
         """Average what takes part over ``level``: now, or beside training from now on."""
