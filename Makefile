@@ -6,9 +6,10 @@ READY := .venv/.ready
 CODE := $(wildcard src tests benchmarks examples)
 NATIVE := $(wildcard src/loosestep/comm/native/*.c src/loosestep/comm/native/*.h)
 
-# Tests side by side, each with ranks of its own: they wait as much as they compute.
+# Tests side by side, each with ranks of its own: they wait as much as they compute. A worker that dies ends
+# the run: another in its place would wait for ever for what was left of its groups.
 WORKERS ?= 4
-SIDE_BY_SIDE := -n $(WORKERS) --dist loadgroup
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadgroup --max-worker-restart 0
 
 # Hundreds of processes import the package and the tests: Python keeps what it has compiled, also where
 # the environment says otherwise.
