@@ -207,7 +207,8 @@ def test_a_killed_rank_is_named_at_once(
 ) -> None:
     """A rank killed before, inside or after a sync is named by all, long before the time-out."""
     plan = Plan(victim, "kill", when, PATIENCE, transport)
-    check(run(pool, way, world, plan), plan, PATIENCE / 4)
+    # Where survivors that hung up miss each other in a circle, they ask for up to 5 s who it was.
+    check(run(pool, way, world, plan), plan, 0.4 * PATIENCE)
 
 
 @pytest.mark.parametrize(
