@@ -67,8 +67,8 @@ REDUCERS: dict[str, Reducer] = {
     "agree, feedback": TwoLevel(ErrorFeedback(Int4()), ranks_of_host="equal", ranks_per_host=2),
     "agree, replica": TwoLevel(ReplicaFeedback(TopK(0.1)), ranks_of_host="equal", ranks_per_host=2),
 }
-SHAPES = [(20_001,), (), (7,), (33, 65), (0,), (5, 3, 2), (40, 30, 5)]
-WINDOWS = [4 << 20, 30_000, 8_000, 600]
+SHAPES = [(9_001,), (), (7,), (33, 65), (0,), (5, 3, 2), (40, 30, 5)]
+WINDOWS = [4 << 20, 30_000, 8_000, 1_000]
 WAYS = ["memory", "network"]
 
 
