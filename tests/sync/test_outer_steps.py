@@ -208,6 +208,21 @@ def test_any_optimizer_of_torch_may_be_outside(pool: RankPool) -> None:
         assert all(value.isfinite().all() for value in one.values())
 
 
+class Last(torch.optim.Optimizer):
+    """An optimizer of one's own that goes by the gradient before, which it keeps as it is."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step against the gradient before."""
+        for parameter in self.param_groups[0]["params"]:
+            state, gradient = self.state[parameter], parameter.grad
+            parameter.sub_(state.get("last", gradient), alpha=self.param_groups[0]["lr"])
+            state["last"] = gradient
+
+
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (
         torch.optim.SGD,
@@ -215,6 +230,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     ),
     "AdamW": (torch.optim.AdamW, {"lr": 0.1}),
     "Muon": (torch.optim.Muon, {"lr": 0.1}),  # of matrices, which are not cut
+    "one's own": (Last, {"lr": 0.5}),
 }
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "usual": lambda tensor: tensor.clone(),

@@ -135,8 +135,9 @@ class OuterState:
             return
         for anchor, mean in chunk:
             here = mean.to(anchor.device, anchor.dtype)
-            # Into the mean's own memory, which the result is written to: no new pages.
-            anchor.grad = torch.sub(anchor, here, out=here)
+            # Into the mean's own memory, which the result is written to: no new pages. An optimizer
+            # that nothing is known of may keep its gradients.
+            anchor.grad = torch.sub(anchor, here, out=here if self._in_pieces else None)
         optimizer.param_groups[0]["params"] = [anchor for anchor, _ in chunk]
         optimizer.step()
         for anchor, tensor in chunk:
